@@ -1,0 +1,472 @@
+"""The typed configuration of a run: YAML plus dotted overrides, checked in full before anything expensive.
+
+Imports without torch and loads in well under a second. Options that TRL has too carry TRL's names. An unknown key is
+an error that names the nearest valid one; old names have no aliases.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_validator, model_validator
+
+from vcpo.errors import UserError
+from vcpo.methods.spec import METHODS, MethodSpec
+from vcpo.tasks.registry import task_params
+
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+
+
+class Section(BaseModel):
+    """Base of every section: unknown keys are errors, and values are not silently converted between types."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class ModelInit(Section):
+    """A small Qwen2-architecture model made from sizes, with a character tokenizer."""
+
+    characters: str = Field("0123456789=", description="the tokenizer's alphabet, one token per character")
+    hidden_size: PositiveInt = 64
+    intermediate_size: PositiveInt = 256
+    num_hidden_layers: PositiveInt = 2
+    num_attention_heads: PositiveInt = 4
+    num_key_value_heads: PositiveInt = 4
+    max_position_embeddings: PositiveInt = 512
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> ModelInit:
+        if self.hidden_size % (2 * self.num_attention_heads):
+            raise ValueError("hidden_size must be an even multiple of num_attention_heads")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError("num_attention_heads must be a multiple of num_key_value_heads")
+        if len(set(self.characters)) != len(self.characters):
+            raise ValueError("characters must not repeat")
+        return self
+
+
+class ModelSection(Section):
+    """Where the model comes from: exactly one of ``path`` and ``init``."""
+
+    path: str | None = Field(None, description="local directory or hub id of a transformers causal LM")
+    init: ModelInit | None = Field(None, description="make a small model instead of loading one")
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    gradient_checkpointing: bool = False
+
+    @model_validator(mode="after")
+    def _one_source(self) -> ModelSection:
+        if (self.path is None) == (self.init is None):
+            raise ValueError("give exactly one of model.path (a directory or hub id) and model.init (sizes)")
+        return self
+
+
+class WarmStartSection(Section):
+    """A supervised phase on generated demonstrations; 0 steps switches it off."""
+
+    steps: NonNegativeInt = 0
+    batch_size: PositiveInt = 128
+    learning_rate: PositiveFloat = 1e-3
+    noise: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.0, description="probability with which each answer token of a demonstration is replaced by a random one"
+    )
+
+
+class TaskSection(BaseModel):
+    """The task by name, or ``module:Name`` / ``file.py:Name`` for a user's own; other keys are the task's own options."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    name: str
+
+    @model_validator(mode="after")
+    def _params_fit(self) -> TaskSection:
+        task_params(self.name, self.params)
+        return self
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """The task's own options, as given."""
+        return dict(self.model_extra or {})
+
+
+class RewardSection(Section):
+    """Reward functions that replace the task's own reward (accuracy stays the task's)."""
+
+    reward_funcs: list[str] = Field(
+        default_factory=list,
+        description="`module:name` or `file.py:name`, each f(prompts, completions, **columns) -> list[float | None]",
+    )
+    reward_weights: list[float] | None = Field(None, description="one weight per function; all 1 when omitted")
+
+    @model_validator(mode="after")
+    def _weights_fit(self) -> RewardSection:
+        if self.reward_weights is not None and len(self.reward_weights) != len(self.reward_funcs):
+            raise ValueError(
+                f"reward_weights has {len(self.reward_weights)} entries for {len(self.reward_funcs)} reward_funcs"
+            )
+        for name in self.reward_funcs:
+            if ":" not in name:
+                raise ValueError(f"reward function {name!r} must be written module:name or file.py:name")
+        return self
+
+
+class SamplingSection(Section):
+    """How training responses are sampled."""
+
+    num_generations: PositiveInt = Field(8, description="responses per prompt (group size)")
+    max_prompt_length: PositiveInt = 512
+    max_completion_length: PositiveInt = 256
+    temperature: PositiveFloat = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: NonNegativeInt = 0
+    stop_strings: list[str] = Field(default_factory=list)
+    long_prompts: Literal["skip", "truncate", "error"] = Field(
+        "skip", description="what to do with a prompt over max_prompt_length; skipped and truncated ones are counted"
+    )
+    slots: PositiveInt = Field(128, description="responses decoded at the same time by one sampler")
+
+    @model_validator(mode="after")
+    def _no_truncated_sampling(self) -> SamplingSection:
+        if self.top_p < 1 or self.top_k > 0:
+            raise ValueError(
+                "training needs sampling.top_p=1 and sampling.top_k=0: truncated sampling biases every importance"
+                " ratio by the probability mass it removes (evaluation may truncate: eval.top_p, eval.top_k)"
+            )
+        return self
+
+
+class MethodSection(BaseModel):
+    """A named method; other keys override single parts of it (see ``MethodSpec``)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str = "vcpo"
+    spec: MethodSpec
+
+    @model_validator(mode="before")
+    @classmethod
+    def _resolve(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        overrides = {key: value for key, value in data.items() if key not in ("name", "spec")}
+        name = data.get("name", "vcpo")
+        if name not in METHODS:
+            raise ValueError(f"unknown method {name!r}{suggest(str(name), METHODS)}")
+        fields = {f.name for f in dataclasses.fields(MethodSpec)}
+        for key in overrides:
+            if key not in fields:
+                raise ValueError(f"unknown key method.{key}{suggest(key, fields)}")
+        spec = {**dataclasses.asdict(METHODS[name]), **overrides}
+        return {"name": name, "spec": spec}
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> MethodSection:
+        spec = self.spec
+        if spec.ratio_cap is not None and spec.ratio_cap <= 0:
+            raise ValueError("method.ratio_cap must be positive, or null for no truncation")
+        if not 0 < spec.ess_on_policy <= 1:
+            raise ValueError("method.ess_on_policy must be in (0, 1]")
+        return self
+
+    def to_plain(self) -> dict[str, Any]:
+        """The name and every part, in the form that is accepted as input."""
+        return {"name": self.name, **dataclasses.asdict(self.spec)}
+
+
+class TrainingSection(Section):
+    """The optimizer loop."""
+
+    max_steps: PositiveInt = 100
+    prompts_per_step: PositiveInt = Field(16, description="groups in one minibatch (one optimizer step)")
+    learning_rate: PositiveFloat = 1e-6
+    warmup_steps: NonNegativeInt = 0
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
+    weight_decay: NonNegativeFloat = 0.1
+    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    adam_epsilon: PositiveFloat = 1e-8
+    max_grad_norm: PositiveFloat = 1.0
+    max_tokens_per_microbatch: PositiveInt = Field(
+        16384, description="tokens (prompts included) in one forward pass; one longer trajectory still fits alone"
+    )
+    max_skipped_steps: NonNegativeInt = Field(
+        20, description="stop after this many consecutive steps with non-finite ratios or gradients"
+    )
+
+
+class LockstepRuntime(Section):
+    """One process and a virtual clock: exact lag schedules, bit-for-bit repeatable."""
+
+    name: Literal["lockstep"]
+    max_staleness: NonNegativeInt = Field(0, description="largest policy lag k, in optimizer steps; 0 is synchronous")
+    lag: Literal["fixed", "mixed", "in_flight"] = Field(
+        "fixed",
+        description="every response k steps old; uniformly 0..k per group; or from k to 0 over the response's tokens",
+    )
+    threads: NonNegativeInt = Field(1, description="CPU threads; 0 leaves torch's default")
+
+
+class LocalRuntime(Section):
+    """Sampler processes and a learner process on one machine, weights in shared memory."""
+
+    name: Literal["local"]
+    max_staleness: NonNegativeInt = 4
+    in_flight_updates: bool = Field(
+        True, description="swap weights between two decode steps; otherwise only when no response is being decoded"
+    )
+    recompute_kv_cache: bool = Field(
+        False, description="rebuild the key/value cache after each swap (otherwise the old entries stay, as in PipelineRL)"
+    )
+    samplers: PositiveInt = 1
+    sampler_threads: PositiveInt = 1
+    learner_threads: PositiveInt = 1
+
+
+Runtime = Annotated[LockstepRuntime | LocalRuntime, Field(discriminator="name")]
+
+
+class EvalSection(Section):
+    """Evaluation on held-out problems."""
+
+    eval_steps: NonNegativeInt = Field(0, description="evaluate every so many steps and at both ends; 0 switches it off")
+    num_problems: PositiveInt = 128
+    num_generations: PositiveInt = 1
+    temperature: NonNegativeFloat = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: NonNegativeInt = 0
+
+
+class CheckpointSection(Section):
+    """When the state of a run is saved for ``--resume``."""
+
+    save_steps: NonNegativeInt = Field(50, description="0 saves only at the end and on interruption")
+    save_total_limit: PositiveInt = 2
+
+
+class LoggingSection(Section):
+    """What a run writes while it trains."""
+
+    tensorboard: bool = True
+    transcript_steps: NonNegativeInt = Field(10, description="write sample transcripts every so many steps; 0 for none")
+    transcripts_per_step: PositiveInt = 4
+
+
+class CompareSection(Section):
+    """Default contents of ``vcpo compare``: named variants of this recipe, each a set of dotted overrides."""
+
+    variants: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    seeds: list[int] = Field(default_factory=lambda: [1, 2, 3])
+
+
+class RunConfig(Section):
+    """Everything that determines a run."""
+
+    output_dir: str = Field("runs/vcpo", description="the run directory")
+    seed: NonNegativeInt = 0
+    model: ModelSection
+    task: TaskSection
+    reward: RewardSection = RewardSection()  # type: ignore[call-arg]
+    warm_start: WarmStartSection = WarmStartSection()  # type: ignore[call-arg]
+    sampling: SamplingSection = SamplingSection()  # type: ignore[call-arg]
+    method: MethodSection = Field(default_factory=lambda: MethodSection.model_validate({"name": "vcpo"}))
+    training: TrainingSection = TrainingSection()  # type: ignore[call-arg]
+    runtime: Runtime
+    eval: EvalSection = EvalSection()  # type: ignore[call-arg]
+    checkpoint: CheckpointSection = CheckpointSection()  # type: ignore[call-arg]
+    logging: LoggingSection = LoggingSection()  # type: ignore[call-arg]
+    compare: CompareSection = CompareSection()  # type: ignore[call-arg]
+
+    @field_validator("model", mode="before")
+    @classmethod
+    def _model_shorthand(cls, value: Any) -> Any:
+        return {"path": value} if isinstance(value, str) else value
+
+    @field_validator("task", "method", "runtime", mode="before")
+    @classmethod
+    def _name_shorthand(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _combination_fits(self) -> RunConfig:
+        if self.method.spec.baseline in ("leave_one_out", "opob") and self.sampling.num_generations < 2:
+            raise ValueError(f"method.baseline={self.method.spec.baseline} needs sampling.num_generations of 2 or more")
+        if self.warm_start.steps and self.model.init is None:
+            raise ValueError("warm_start.steps needs model.init: a pre-trained model (model.path) is trained as it is")
+        longest = self.sampling.max_prompt_length + self.sampling.max_completion_length
+        if self.model.init and longest > self.model.init.max_position_embeddings:
+            raise ValueError(
+                f"sampling.max_prompt_length + sampling.max_completion_length = {longest} exceeds"
+                f" model.init.max_position_embeddings = {self.model.init.max_position_embeddings}"
+            )
+        return self
+
+    def to_plain(self) -> dict[str, Any]:
+        """The effective configuration as plain data that loads back to an equal configuration."""
+        data = self.model_dump(mode="json")
+        data["method"] = self.method.to_plain()
+        return data
+
+
+def load_config(recipe: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a recipe, apply ``key.sub=value`` overrides (values are YAML) and validate.
+
+    Raises UserError with one sentence for anything that is wrong.
+    """
+    data: dict[str, Any] = {}
+    if recipe is not None:
+        data = read_recipe(recipe)
+    for override in overrides:
+        key, separator, text = override.partition("=")
+        if not separator or not key:
+            raise UserError(f"override {override!r} must be written key.sub=value")
+        try:
+            value = yaml.load(text, Loader=_Loader)
+        except yaml.YAMLError as error:
+            raise UserError(f"override {override!r}: the value is not valid YAML ({_first_line(error)})") from None
+        set_dotted(data, key, value)
+    return parse_config(data, source=str(recipe) if recipe else "configuration")
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    """The raw contents of a recipe file."""
+    try:
+        data = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+    except FileNotFoundError:
+        raise UserError(f"recipe {str(path)!r} does not exist{_nearest_file(path)}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"recipe {str(path)!r} cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        raise UserError(f"recipe {str(path)!r} is not valid YAML: {_first_line(error)}") from None
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise UserError(f"recipe {str(path)!r} must be a mapping of sections, not a {type(data).__name__}")
+    return data
+
+
+def set_dotted(data: dict[str, Any], key: str, value: Any) -> None:
+    """Set ``data["a"]["b"] = value`` for key ``a.b``; a shorthand string on the way becomes its section."""
+    *parents, last = key.split(".")
+    node = data
+    for parent in parents:
+        child = node.get(parent)
+        if isinstance(child, str):
+            child = {"path" if parent == "model" else "name": child}
+        elif child is None:
+            child = {}
+        elif not isinstance(child, dict):
+            raise UserError(f"override {key!r}: {parent!r} is a value, not a section")
+        else:
+            child = dict(child)
+        node[parent] = child
+        node = child
+    keeps_name = not parents and last in ("task", "method", "runtime", "model")
+    if keeps_name and isinstance(value, str) and isinstance(node.get(last), dict):
+        # `method=tis` over a section: another name starts from that name's defaults
+        value = {"path": value} if last == "model" else {"name": value}
+        if last == "runtime" and node[last].get("max_staleness") is not None:
+            value["max_staleness"] = node[last]["max_staleness"]
+    node[last] = value
+
+
+def parse_config(data: dict[str, Any], source: str = "configuration") -> RunConfig:
+    """Validate plain data. Raises UserError naming every key that is wrong, in one line each."""
+    try:
+        return RunConfig.model_validate(data)
+    except ValidationError as error:
+        sentences = dict.fromkeys(_sentence(dict(e)) for e in error.errors())
+        raise UserError(f"{source}: " + "; ".join(sentences)) from None
+
+
+def valid_keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[str]:
+    """Every dotted key of a configuration section and its subsections."""
+    for name, info in model.model_fields.items():
+        yield prefix + name
+        for section in _sections_in(info.annotation):
+            yield from valid_keys(section, f"{prefix}{name}.")
+
+
+def suggest(word: str, choices: Sequence[str] | set[str] | dict[str, Any]) -> str:
+    """``; did you mean 'x'?`` for the nearest choice, or the allowed choices when none is near."""
+    near = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.6)
+    if near:
+        return f"; did you mean {near[0]!r}?"
+    return f"; allowed: {', '.join(sorted(choices))}"
+
+
+def _sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in getattr(annotation, "__args__", ()):
+        yield from _sections_in(inner)
+
+
+def _sentence(error: dict[str, Any]) -> str:
+    # discriminated unions put the chosen tag into the location; it is no part of the key
+    parts = [str(part) for part in error["loc"]]
+    if len(parts) > 1 and parts[0] == "runtime":
+        parts = ["runtime", *parts[2:]]
+    key = ".".join(parts)
+    kind, given = error["type"], error.get("input")
+    context = error.get("ctx", {})
+    if kind == "extra_forbidden":
+        keys = list(valid_keys())
+        same_leaf = [k for k in keys if k.rsplit(".", 1)[-1] == parts[-1]]
+        near = same_leaf[:1] or difflib.get_close_matches(key, keys, n=1, cutoff=0.6)
+        if near:
+            return f"unknown key {key}; did you mean {near[0]!r}?"
+        siblings = [k for k in keys if k.rpartition(".")[0] == key.rpartition(".")[0]]
+        return f"unknown key {key}; allowed: {', '.join(siblings)}"
+    if kind == "missing":
+        return f"{key} is required"
+    if kind == "union_tag_invalid":
+        return f"unknown {key} {context['tag']!r}; allowed: {context['expected_tags']}"
+    if kind == "union_tag_not_found":
+        return f"{key}.name is required; allowed: lockstep, local"
+    if kind == "value_error":
+        message = str(context["error"])
+        return message if not key or key in message else f"{key}: {message}"
+    message = error["msg"].replace("Input should be", "must be")
+    return f"{key} = {given!r} {message}"
+
+
+def _nearest_file(path: Path) -> str:
+    if not path.parent.is_dir():
+        return f" (there is no directory {str(path.parent)!r})"
+    near = difflib.get_close_matches(path.name, [p.name for p in path.parent.iterdir()], n=1)
+    return f"; did you mean {str(path.parent / near[0])!r}?" if near else ""
+
+
+def _first_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML that refuses a repeated key and reads 1e-6 as a number, as people who write learning rates expect."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise yaml.YAMLError(f"key {key!r} appears twice (line {key_node.start_mark.line + 1})")
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def _add_float_rule() -> None:
+    import re
+
+    pattern = re.compile(r"^[-+]?(?:\d[\d_]*\.?\d*|\.\d+)[eE][-+]?\d+$")
+    _Loader.add_implicit_resolver("tag:yaml.org,2002:float", pattern, list("-+0123456789."))
+
+
+_add_float_rule()

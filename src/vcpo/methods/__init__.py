@@ -1,0 +1,1 @@
+"""The mathematics: pure functions on tensors. Knows no other package of this project."""

@@ -1,0 +1,114 @@
+"""The records that flow from prompts to the optimizer.
+
+Token ids are kept exactly as they were sampled; nothing downstream re-derives them from text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Message = dict[str, str]
+
+
+class StopReason(str, Enum):
+    """Why a response ended."""
+
+    EOS = "eos"  # the model produced one of its end-of-sequence tokens
+    STOP_STRING = "stop_string"  # the decoded text contained a stop string
+    LENGTH = "length"  # max_completion_length was reached
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One question of a task.
+
+    prompt: text, or chat messages (``{"role": ..., "content": ...}``) for models with a chat template.
+    columns: what graders and reward functions may look at (the answer and any other field of the data row).
+    """
+
+    id: str
+    prompt: str | list[Message]
+    columns: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Grade:
+    """The verdict on one response.
+
+    reward: what is trained on; ``None`` means that the response could not be scored, which is not 0: it then
+        leaves its group's statistics and contributes no gradient.
+    correct: whether the task counts the answer as right (accuracy), independent of shaping in the reward.
+    parts: named components of the reward, for the metrics.
+    """
+
+    reward: float | None
+    correct: bool = False
+    parts: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are drawn. ``top_p=1`` and ``top_k=0`` switch truncation off; ``temperature=0`` is greedy."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One response to be sampled. Its tokens are a function of the weights, the prompt and ``seed`` alone."""
+
+    group_id: int
+    index: int  # which of the group's responses, 0 .. num_generations - 1
+    prompt_ids: NDArray[np.int64]
+    seed: int
+
+
+@dataclass
+class Trajectory:
+    """One response with everything the learner needs. Arrays ending in ``_T`` have one entry per response token.
+
+    mask_T: True where the token was sampled by the policy; False for given tokens (tool output), never trained.
+    logprobs_T: the sampler's log-probability of each token under the distribution it was drawn from.
+    versions_T: the policy version (optimizer steps done) whose weights produced each token.
+    start_version: the version in force when the trajectory was started; the policy lag is measured from it.
+    """
+
+    group_id: int
+    index: int
+    prompt_ids: NDArray[np.int64]
+    response_ids_T: NDArray[np.int64]
+    mask_T: NDArray[np.bool_]
+    logprobs_T: NDArray[np.float32]
+    versions_T: NDArray[np.int64]
+    stop_reason: StopReason
+    start_version: int
+    text: str = ""
+    grade: Grade | None = None
+
+    @property
+    def name(self) -> str:
+        """A short name for messages: group and member."""
+        return f"group {self.group_id} response {self.index}"
+
+
+@dataclass
+class Group:
+    """The ``num_generations`` trajectories of one prompt; the unit in which prompts are started and trained.
+
+    next_position: the data position from which prompts continue once this group has been trained.
+    """
+
+    id: int
+    problem: Problem
+    next_position: int
+    trajectories: list[Trajectory]
