@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_validator, model_validator
 
-from vcpo.errors import UserError
+from vcpo.errors import UserError, suggest
 from vcpo.methods.spec import METHODS, MethodSpec
 from vcpo.tasks.registry import task_params
 
@@ -392,14 +392,6 @@ def valid_keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator
         yield prefix + name
         for section in _sections_in(info.annotation):
             yield from valid_keys(section, f"{prefix}{name}.")
-
-
-def suggest(word: str, choices: Sequence[str] | set[str] | dict[str, Any]) -> str:
-    """``; did you mean 'x'?`` for the nearest choice, or the allowed choices when none is near."""
-    near = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.6)
-    if near:
-        return f"; did you mean {near[0]!r}?"
-    return f"; allowed: {', '.join(sorted(choices))}"
 
 
 def _sections_in(annotation: Any) -> Iterator[type[BaseModel]]:

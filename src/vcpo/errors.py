@@ -1,4 +1,9 @@
-"""The one exception type for mistakes that the user can fix."""
+"""The one exception type for mistakes that the user can fix, and the hint that goes with a misspelt name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
 
 
 class UserError(Exception):
@@ -7,3 +12,12 @@ class UserError(Exception):
     The command line prints the sentence without a traceback and exits with code 2. Anything else that is
     raised is a defect of the program or of the user's own code and keeps its traceback.
     """
+
+
+def suggest(word: str, choices: Iterable[str]) -> str:
+    """``; did you mean 'x'?`` for the nearest choice, or the allowed choices when none is near."""
+    allowed = sorted(choices)
+    near = difflib.get_close_matches(word, allowed, n=1, cutoff=0.6)
+    if near:
+        return f"; did you mean {near[0]!r}?"
+    return f"; allowed: {', '.join(allowed)}"
