@@ -58,7 +58,7 @@ def _plan_attention(
     if attention_plan is None:
         raise RuntimeError(f"attn_implementation={ATTENTION!r} needs attention_plan=... in every forward call")
     if softcap is not None or s_aux is not None:
-        raise UserError("this model's attention uses logit soft-capping or attention sinks, which are not supported yet")
+        raise UserError("this model's attention uses logit soft-capping or attention sinks, which are not supported")
     if dropout:
         raise UserError("attention dropout makes sampler and learner disagree: set the model's attention_dropout to 0")
     if scaling is None:
