@@ -106,7 +106,7 @@ def _encode_messages(tokenizer: PreTrainedTokenizerBase, problem: Problem, messa
     if tokenizer.chat_template is None:
         raise UserError(
             f"problem {problem.id!r} has chat messages as its prompt, but the tokenizer has no chat template;"
-            " set task.chat=false for plain text, or use a model with a chat template"
+            " set task.chat=false (gsm8k) or task.style=text (countdown), or use a model with a chat template"
         )
     continued = bool(messages) and messages[-1].get("role") == "assistant"
     try:

@@ -32,15 +32,6 @@ def eval_draw(index: int, make: Callable[[random.Random], tuple[Hashable, Drawn]
     return _draw(f"eval/{index}", make, held_out=True)
 
 
-def epoch_row(rows: int, seed: int, position: int) -> int:
-    """The row at ``position`` when ``rows`` rows are shuffled anew in every epoch."""
-    epoch, place = divmod(position, rows)
-    # an affine map would be cheaper, but only a real shuffle makes neighbouring epochs unrelated
-    order = list(range(rows))
-    random.Random(f"epoch/{seed}/{epoch}").shuffle(order)
-    return order[place]
-
-
 def _draw(stream: str, make: Callable[[random.Random], tuple[Hashable, Drawn]], held_out: bool) -> Drawn:
     rng = random.Random(stream)
     for _ in range(_MAX_DRAWS):
