@@ -1,41 +1,24 @@
-"""From text or chat messages to the token ids that a model sees."""
+"""Which characters of a text a tokenizer cannot represent. Imports without torch."""
 
 from __future__ import annotations
 
-import numpy as np
-from numpy.typing import NDArray
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
-from vcpo.errors import UserError
-from vcpo.records import Message
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_BYTES = 256
 
 
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | list[Message]) -> NDArray[np.int64]:
-    """Token ids of a prompt: chat messages through the chat template, up to the start of the model's own turn.
+def unknown_characters(tokenizer: PreTrainedTokenizerBase, text: str) -> list[str]:
+    """The characters of ``text`` that a tokenizer of a small alphabet would drop without a word, in order.
 
-    Plain text gets the special tokens that the tokenizer adds by itself (a beginning-of-sequence token, for some).
-    Raises UserError for messages without a chat template, or for characters that the tokenizer cannot represent.
+    Byte-level tokenizers represent every text and skip bytes that their vocabulary lacks; only a vocabulary of fewer
+    tokens than there are bytes, such as that of ``model.init``, can lack one. Empty for every other tokenizer.
     """
-    if isinstance(prompt, str):
-        return np.asarray(encode_text(tokenizer, prompt, add_special_tokens=True), dtype=np.int64)
-    if tokenizer.chat_template is None:
-        raise UserError(
-            "the task's prompts are chat messages but this model's tokenizer has no chat template;"
-            " use a chat model, or a task whose prompts are plain text"
-        )
-    text = str(tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True))
-    # the template has written every special token already
-    return np.asarray(encode_text(tokenizer, text), dtype=np.int64)
-
-
-def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens: bool = False) -> list[int]:
-    """Token ids of a piece of text. Raises UserError naming the characters that the tokenizer cannot represent."""
-    ids = list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
-    # fewer tokens than bytes: an alphabet of characters, and the tokenizers library drops the others silently
-    if len(tokenizer) < 256 and text not in tokenizer.decode(ids):
-        unknown = [character for character in dict.fromkeys(text) if not tokenizer.encode(character)]
-        raise UserError(
-            f"the tokenizer has no token for {', '.join(map(repr, unknown))} in {text[:60]!r};"
-            " add it to model.init.characters, or use a task and a model that agree"
-        )
-    return ids
+    if len(tokenizer) >= _BYTES:
+        return []
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    if tokenizer.decode(ids) == text:
+        return []
+    return [character for character in dict.fromkeys(text) if not tokenizer.encode(character, add_special_tokens=False)]

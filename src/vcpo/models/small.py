@@ -21,8 +21,8 @@ def make_small_model(
 ) -> tuple[Qwen2ForCausalLM, Qwen2Tokenizer]:
     """A ``Qwen2ForCausalLM`` with tied embeddings, in eval mode on the CPU, and its character tokenizer.
 
-    The weights are a function of ``init``, ``seed`` and ``dtype`` alone; the global random state is neither read nor changed.
-    Both save with ``save_pretrained`` and load with ``AutoModelForCausalLM`` / ``AutoTokenizer``.
+    The weights are a function of ``init``, ``seed`` and ``dtype`` alone; the global random state is neither read nor
+    changed. Both save with ``save_pretrained`` and load with ``AutoModelForCausalLM`` / ``AutoTokenizer``.
     """
     tokenizer = character_tokenizer(init.characters, init.max_position_embeddings)
     config = Qwen2Config(
@@ -52,7 +52,7 @@ def character_tokenizer(characters: str, max_length: int) -> Qwen2Tokenizer:
     It is Qwen2's byte-level tokenizer with a vocabulary of single characters and no merges, because ``AutoTokenizer``
     gives every Qwen2 model directory that class, whatever class it was saved with. One byte is one character only in
     ASCII: other characters raise UserError. The class drops characters outside the alphabet silently;
-    ``vcpo.models.encoding.encode_text`` names them in a UserError.
+    ``vcpo.models.encoding.unknown_characters`` finds them.
     """
     if not characters.isascii():
         foreign = next(c for c in characters if not c.isascii())
