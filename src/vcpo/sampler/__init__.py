@@ -1,0 +1,1 @@
+"""Sampling responses: the protocol that engines fulfil, and the embedded engine."""
