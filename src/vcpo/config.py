@@ -27,7 +27,7 @@ NonNegativeFloat = Annotated[float, Field(ge=0)]
 class Section(BaseModel):
     """Base of every section: unknown keys are errors, and values are not silently converted between types."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 class ModelInit(Section):
@@ -39,7 +39,7 @@ class ModelInit(Section):
     num_hidden_layers: PositiveInt = 2
     num_attention_heads: PositiveInt = 4
     num_key_value_heads: PositiveInt = 4
-    max_position_embeddings: PositiveInt = 512
+    max_position_embeddings: PositiveInt = 1024
 
     @model_validator(mode="after")
     def _heads_divide(self) -> ModelInit:
@@ -278,7 +278,7 @@ class RunConfig(Section):
     sampling: SamplingSection = SamplingSection()  # type: ignore[call-arg]
     method: MethodSection = Field(default_factory=lambda: MethodSection.model_validate({"name": "vcpo"}))
     training: TrainingSection = TrainingSection()  # type: ignore[call-arg]
-    runtime: Runtime
+    runtime: Runtime = LocalRuntime(name="local")  # type: ignore[call-arg]
     eval: EvalSection = EvalSection()  # type: ignore[call-arg]
     checkpoint: CheckpointSection = CheckpointSection()  # type: ignore[call-arg]
     logging: LoggingSection = LoggingSection()  # type: ignore[call-arg]
@@ -406,12 +406,15 @@ def _sentence(error: dict[str, Any]) -> str:
     parts = [str(part) for part in error["loc"]]
     if len(parts) > 1 and parts[0] == "runtime":
         parts = ["runtime", *parts[2:]]
+    if parts[:2] == ["method", "spec"]:
+        parts.remove("spec")
     key = ".".join(parts)
     kind, given = error["type"], error.get("input")
     context = error.get("ctx", {})
     if kind == "extra_forbidden":
         keys = list(valid_keys())
-        same_leaf = [k for k in keys if k.rsplit(".", 1)[-1] == parts[-1]]
+        # a key that is right but for its section: the section that users most often leave out comes first
+        same_leaf = sorted((k for k in keys if k.rsplit(".", 1)[-1] == parts[-1]), key=lambda k: "training" not in k)
         near = same_leaf[:1] or difflib.get_close_matches(key, keys, n=1, cutoff=0.6)
         if near:
             return f"unknown key {key}; did you mean {near[0]!r}?"

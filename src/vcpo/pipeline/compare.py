@@ -1,0 +1,145 @@
+"""Methods x seeds of one recipe: every run its own process, as many at a time as there are cores, resumable.
+
+A run's directory is named after its variant, its seed and a hash of its configuration: a finished run is not run
+again, an interrupted one continues from its last checkpoint, and a changed recipe gets new directories.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from vcpo.config import RunConfig, parse_config, read_recipe, set_dotted, suggest
+from vcpo.errors import UserError
+from vcpo.methods.spec import METHODS
+from vcpo.pipeline.run_directory import RunDirectory
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One cell of the comparison."""
+
+    variant: str
+    seed: int
+    directory: Path
+    config: RunConfig
+
+
+def plan(
+    recipe: Path, names: Sequence[str], seeds: Sequence[int], overrides: dict[str, Any], out: Path
+) -> list[PlannedRun]:
+    """Every run of the comparison, validated before any of them starts.
+
+    names: variants of the recipe's ``compare.variants``, or names of methods; all variants of the recipe when empty.
+    Raises UserError for an unknown name or an invalid configuration, naming the variant.
+    """
+    base = read_recipe(recipe)
+    variants: dict[str, dict[str, Any]] = dict((base.get("compare") or {}).get("variants") or {})
+    chosen = list(names) or list(variants)
+    if not chosen:
+        raise UserError(f"{str(recipe)!r} has no compare.variants: name the methods to compare with --methods")
+    runs = []
+    for name in chosen:
+        if name in variants:
+            changes = variants[name]
+        elif name in METHODS:
+            changes = {"method": name}
+        else:
+            raise UserError(f"unknown variant or method {name!r}{suggest(name, {**variants, **METHODS})}")
+        for seed in seeds:
+            data = json.loads(json.dumps(base))
+            data.pop("compare", None)
+            for key, value in {**overrides, **changes, "seed": seed}.items():
+                set_dotted(data, key, value)
+            config = parse_config(data, source=f"variant {name!r} of {str(recipe)!r}")
+            identity = {k: v for k, v in config.to_plain().items() if k != "output_dir"}
+            digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:10]
+            directory = out / "runs" / f"{name}-seed{seed}-{digest}"
+            set_dotted(data, "output_dir", str(directory))
+            runs.append(PlannedRun(name, seed, directory, parse_config(data)))
+    return runs
+
+
+def execute(runs: Sequence[PlannedRun], jobs: int, note: Callable[[str], None]) -> list[tuple[PlannedRun, str]]:
+    """Run what is not finished, ``jobs`` at a time; returns the runs that failed with the last words of each.
+
+    The seeds of one variant may share a warm start through its cache, so the first run of each warm start goes first.
+    """
+    todo = [run for run in runs if not RunDirectory(run.directory).is_finished]
+    note(f"{len(runs)} runs, {len(runs) - len(todo)} finished before, {jobs} at a time")
+    failed = []
+    done = len(runs) - len(todo)
+    with _children() as start, ThreadPoolExecutor(jobs) as pool:
+        futures = {pool.submit(_run, run, start): run for run in _spread(todo)}
+        for future in as_completed(futures):
+            run, last_words = futures[future], future.result()
+            done += 1
+            if last_words is None:
+                note(f"[{done}/{len(runs)}] {run.variant} seed {run.seed} finished")
+            else:
+                failed.append((run, last_words))
+                note(f"[{done}/{len(runs)}] {run.variant} seed {run.seed} FAILED: {last_words}")
+    return failed
+
+
+def _spread(runs: Sequence[PlannedRun]) -> list[PlannedRun]:
+    """One variant's seeds first: they make the warm starts that the other variants then find in the cache."""
+    first = runs[0].variant if runs else ""
+    return sorted(runs, key=lambda run: run.variant != first)
+
+
+def _run(run: PlannedRun, start: Callable[..., subprocess.Popen[str]]) -> str | None:
+    run.directory.parent.mkdir(parents=True, exist_ok=True)
+    recipe = run.directory.with_suffix(".yaml")
+    recipe.write_text(yaml.safe_dump(run.config.to_plain(), sort_keys=False), encoding="utf-8")
+    resumable = (run.directory / "checkpoints").is_dir() and any((run.directory / "checkpoints").glob("step-*"))
+    mode = ["--resume"] if resumable else ["--overwrite"]
+    log = run.directory.with_suffix(".log")
+    with log.open("w", encoding="utf-8") as output:
+        process = start(
+            [sys.executable, "-m", "vcpo", "train", str(recipe), *mode, "--no-report"],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        code = process.wait()
+    if code == 0:
+        return None
+    lines = [line for line in log.read_text(encoding="utf-8").splitlines() if line.strip()]
+    return f"exit code {code}: {lines[-1] if lines else 'no output'} (see {log})"
+
+
+@contextmanager
+def _children() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Start processes that are interrupted together when this block is left by an exception (Ctrl-C)."""
+    running: list[subprocess.Popen[str]] = []
+    stopping = False
+
+    def start(*args: Any, **kwargs: Any) -> subprocess.Popen[str]:
+        if stopping:
+            raise KeyboardInterrupt
+        process = subprocess.Popen(*args, **kwargs, start_new_session=os.name == "posix")
+        running.append(process)
+        return process
+
+    try:
+        yield start
+    except BaseException:
+        stopping = True
+        for process in running:
+            if process.poll() is None:
+                process.send_signal(signal.SIGINT)  # saves a checkpoint and ends
+        raise

@@ -1,0 +1,100 @@
+"""The lockstep runtime: one process, a virtual clock, exact lag schedules, bit-for-bit repeatable.
+
+A minibatch is sampled just before the step that trains on it, from snapshots of earlier weights:
+
+- ``fixed``: every response comes from the weights of k steps ago;
+- ``mixed``: each group from the weights of 0..k steps ago, uniformly;
+- ``in_flight``: decoding starts with the weights of k steps ago and swaps to newer ones at equal intervals of
+  ``max_completion_length``, reaching the current weights at its end, with the key/value cache kept.
+
+During the first k steps the lag is what is there: step s cannot be more than s versions old.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+from torch import nn
+
+from vcpo.config import RunConfig
+from vcpo.pipeline.pacer import Pacer
+from vcpo.pipeline.rollouts import Grader, GroupStarter, StartedGroup
+from vcpo.pipeline.snapshots import SnapshotRing
+from vcpo.records import GenerationRequest, Group, SamplingParams, Trajectory
+from vcpo.sampler.torch_engine import TorchEngine
+
+
+class LockstepRollouts:
+    """Samples every minibatch on demand at the configured lag."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        model: nn.Module,
+        params: SamplingParams,
+        tokenizer: object,
+        starter: GroupStarter,
+        grader: Grader,
+        snapshots: SnapshotRing,
+    ) -> None:
+        assert config.runtime.name == "lockstep"
+        self._config = config
+        self._runtime = config.runtime
+        self._learner_model = model
+        self._starter = starter
+        self._grader = grader
+        self.snapshots = snapshots
+        self._engine = TorchEngine(
+            copy.deepcopy(model),
+            params,
+            slots=config.training.prompts_per_step * config.sampling.num_generations,
+            max_length=config.sampling.max_prompt_length + config.sampling.max_completion_length,
+            tokenizer=tokenizer,
+        )
+        # sampled on demand, so no group is started ahead of the step that trains on it
+        self._pacer = Pacer(0, config.training.prompts_per_step)
+
+    def minibatch(self, step: int) -> list[Group]:
+        """Sample and grade the groups of ``step`` at the schedule's lag."""
+        started = self._starter.start(self._pacer.started_limit(step, self._config.training.max_steps))
+        oldest = max(0, step - self._runtime.max_staleness)
+        if self._runtime.lag == "mixed":
+            trajectories = []
+            lags = np.random.default_rng([self._config.seed, step]).integers(0, step - oldest + 1, len(started))
+            for lag in sorted(set(lags.tolist()), reverse=True):
+                chosen = [group for group, its_lag in zip(started, lags, strict=True) if its_lag == lag]
+                trajectories += self._sample(self._requests(chosen), step - lag, step - lag)
+        else:
+            newest = step if self._runtime.lag == "in_flight" else oldest
+            trajectories = self._sample(self._requests(started), oldest, newest)
+        members: dict[int, list[Trajectory]] = {group.id: [] for group in started}
+        for trajectory in trajectories:
+            members[trajectory.group_id].append(trajectory)
+        return [self._grader.grade(group, members[group.id]) for group in started]
+
+    def publish(self, version: int) -> None:
+        """Keep a copy of the learner's weights."""
+        self.snapshots.add(self._learner_model, version)
+
+    def close(self) -> None:
+        """Nothing runs between steps."""
+
+    def _requests(self, groups: list[StartedGroup]) -> list[GenerationRequest]:
+        num_generations = self._config.sampling.num_generations
+        return [request for group in groups for request in group.requests(num_generations, self._config.seed)]
+
+    def _sample(self, requests: list[GenerationRequest], first: int, last: int) -> list[Trajectory]:
+        """Decode with the weights of ``first`` at the first token, moving on to ``last`` at the length limit."""
+        engine, length = self._engine, self._config.sampling.max_completion_length
+        engine.load_weights(self.snapshots.get(first), first)
+        engine.submit(requests)
+        finished: list[Trajectory] = []
+        token = 0
+        while engine.num_active:
+            version = first + (last - first) * min(token, length) // length
+            if version != engine.version:
+                engine.load_weights(self.snapshots.get(version), version)
+            finished += engine.step()
+            token += 1
+        return finished

@@ -1,0 +1,278 @@
+"""One training run from configuration to final model; the same loop for every runtime."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from vcpo.config import ModelSection, RunConfig
+from vcpo.errors import UserError
+from vcpo.learner.learner import Learner, StepResult
+from vcpo.models.loading import end_token_ids, load_model
+from vcpo.observe.logger import Kind, Logger
+from vcpo.observe.metrics import MetricsLog
+from vcpo.observe.progress import Progress
+from vcpo.observe.tensorboard import TensorBoardLogger
+from vcpo.observe.transcripts import TranscriptWriter
+from vcpo.pipeline.checkpoint import RunState, latest_intact, load_state, replace_directory, save_checkpoint
+from vcpo.pipeline.evaluate import Evaluator
+from vcpo.pipeline.interrupt import StopRequest
+from vcpo.pipeline.local import LocalRollouts
+from vcpo.pipeline.lockstep import LockstepRollouts
+from vcpo.pipeline.rollouts import Grader, GroupStarter, Rollouts
+from vcpo.pipeline.run_directory import Mode, RunDirectory
+from vcpo.pipeline.snapshots import SnapshotRing
+from vcpo.pipeline.warm_start import warm_start
+from vcpo.records import SamplingParams
+from vcpo.tasks.prompts import PromptSource
+from vcpo.tasks.registry import make_task
+from vcpo.tasks.rewards import RewardFunctions
+
+
+def train(config: RunConfig, mode: Mode = "new", make_report: bool = True, progress: Progress | None = None) -> Path:
+    """Train as configured and return the run directory.
+
+    mode: ``new`` refuses a directory that holds a run, ``resume`` continues it, ``overwrite`` replaces it.
+    Raises UserError for what the user can mend, KeyboardInterrupt after an interruption (the state is then saved),
+    and otherwise whatever went wrong, in whichever process.
+    """
+    # data and reward functions are read before anything is created or loaded
+    task = make_task(config.task.name, config.task.params)
+    reward = config.reward
+    rewards = RewardFunctions(reward.reward_funcs, reward.reward_weights) if reward.reward_funcs else None
+    directory = RunDirectory.open(config, mode)
+    progress = progress or Progress(config.training.max_steps)
+    with progress, StopRequest(progress.note) as stop:
+        run = _Run(config, directory, Grader(task, rewards), progress, stop, resume=mode == "resume")
+        directory.record_start(run.learner.version if mode == "resume" else None)
+        outcome = "failed"
+        try:
+            run.loop(task)
+            outcome = "finished"
+        except KeyboardInterrupt:
+            if run.failure is not None:
+                raise run.failure from None
+            outcome = "interrupted"
+            raise
+        finally:
+            run.close()
+            directory.record_end(outcome, step=run.learner.version)
+    if make_report:
+        from vcpo.report.html import write_report
+
+        write_report([directory.path], directory.report)
+        progress.summary(directory.path, directory.report)
+    return directory.path
+
+
+class _Run:
+    """The parts of one run and the loop over its steps."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        directory: RunDirectory,
+        grader: Grader,
+        progress: Progress,
+        stop: StopRequest,
+        resume: bool,
+    ) -> None:
+        self.config = config
+        self.directory = directory
+        self.grader = grader
+        self.progress = progress
+        self.stop = stop
+        self.rollouts: Rollouts | None = None
+        self.snapshots: SnapshotRing | None = None
+        runtime = config.runtime
+        threads = runtime.threads if runtime.name == "lockstep" else runtime.learner_threads
+        if threads:
+            torch.set_num_threads(threads)
+        if runtime.name == "lockstep":
+            self.snapshots = SnapshotRing(runtime.max_staleness + 1)
+
+        checkpoint = latest_intact(directory.checkpoints, progress.note) if resume else None
+        self.position = 0
+        self.model: PreTrainedModel
+        self.tokenizer: PreTrainedTokenizerBase
+        if checkpoint is None:
+            if resume:
+                progress.note("no intact checkpoint: starting from the beginning")
+            self.model, self.tokenizer = load_model(config.model, config.seed)
+            self.learner = self._make_learner()
+        else:
+            section = config.model.model_dump() | {"path": str(checkpoint / "model"), "init": None}
+            self.model, self.tokenizer = load_model(ModelSection.model_validate(section), config.seed)
+            self.learner = self._make_learner()
+            self._restore(load_state(checkpoint))
+            progress.note(f"resuming at step {self.learner.version} from {checkpoint}")
+        self.is_new = checkpoint is None
+        resume_step = self.learner.version if resume else None
+        self.loggers: list[Logger] = [MetricsLog(directory.path, resume_step, progress.note), progress]
+        if config.logging.tensorboard:
+            self.loggers.append(TensorBoardLogger(directory.path, resume_step))
+        self.transcripts = TranscriptWriter(
+            directory.path, config.logging.transcript_steps, config.logging.transcripts_per_step
+        )
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What failed beside the main thread."""
+        return self.rollouts.failure if isinstance(self.rollouts, LocalRollouts) else None
+
+    def loop(self, task: Any) -> None:
+        """Warm start, then steps until the last one, evaluating and saving on the way."""
+        config, learner = self.config, self.learner
+        if self.is_new and config.warm_start.steps:
+            warm_start(self.model, self.tokenizer, task, config, self.progress)
+        ends = end_token_ids(self.model, self.tokenizer)
+        evaluator = None
+        if config.eval.eval_steps:
+            evaluator = Evaluator(
+                task, self.grader, self.tokenizer, config.eval, config.sampling, ends, config.seed
+            )
+        sampling = config.sampling
+        params = SamplingParams(
+            max_tokens=sampling.max_completion_length,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            stop_token_ids=ends,
+            stop_strings=tuple(sampling.stop_strings),
+        )
+        prompts = PromptSource(
+            task, self.tokenizer, config.seed, sampling.max_prompt_length, sampling.long_prompts, self.position
+        )
+        starter = GroupStarter(prompts, first_group=learner.version * config.training.prompts_per_step)
+        if self.is_new and evaluator:
+            self._evaluate(evaluator)
+        self.rollouts = self._make_rollouts(params, starter)
+        self.rollouts.publish(learner.version)
+        last_saved = None if self.is_new else learner.version
+        while learner.version < config.training.max_steps:
+            if self.stop.requested:
+                break
+            try:
+                result = self._step(self.rollouts, starter)
+            except KeyboardInterrupt:
+                if self.stop.requested and self.failure is None:
+                    break  # interrupted while waiting for rollouts: the learner is between two steps
+                raise
+            step = learner.version
+            is_last = step == config.training.max_steps
+            if evaluator and (step % config.eval.eval_steps == 0 or is_last):
+                self._evaluate(evaluator)
+            save_steps = config.checkpoint.save_steps
+            if is_last or (save_steps and step % save_steps == 0):
+                self._save()
+                last_saved = step
+            del result
+        if learner.version < config.training.max_steps:
+            if last_saved != learner.version:
+                self._save()
+            self.progress.note(
+                f"stopped after step {learner.version}; continue with: vcpo train"
+                f" {self.directory.path / 'config.yaml'} --resume"
+            )
+            raise KeyboardInterrupt
+        replace_directory(self.directory.final_model, self._write_model)
+
+    def close(self) -> None:
+        """End the runtime and close the logs."""
+        if self.rollouts is not None:
+            self.rollouts.close()
+        for logger in self.loggers:
+            logger.close()
+
+    def _make_learner(self) -> Learner:
+        config = self.config
+        return Learner(self.model, config.method.spec, config.training, config.sampling.temperature)
+
+    def _make_rollouts(self, params: SamplingParams, starter: GroupStarter) -> Rollouts:
+        if self.snapshots is not None:
+            return LockstepRollouts(
+                self.config, self.model, params, self.tokenizer, starter, self.grader, self.snapshots
+            )
+        rollouts = LocalRollouts(
+            self.config, self.model, params, starter, self.grader, stop_requested=lambda: self.stop.requested
+        )
+        self.stop.abort = lambda: rollouts.failure is not None
+        return rollouts
+
+    def _step(self, rollouts: Rollouts, starter: GroupStarter) -> StepResult:
+        learner = self.learner
+        begin = time.perf_counter()
+        groups = rollouts.minibatch(learner.version)
+        sampled = time.perf_counter()
+        result = learner.step(groups)
+        rollouts.publish(learner.version)
+        end = time.perf_counter()
+        self.position = groups[-1].next_position
+        metrics = {
+            **result.metrics,
+            **starter.counts,
+            "time_sample": sampled - begin,  # in the local runtime: the time that the learner waited
+            "time_train": end - sampled,
+            "time_step": end - begin,
+            "tokens_per_second": result.metrics["tokens"] / (end - begin),
+        }
+        if result.skipped:
+            self.progress.note(f"step {learner.version} skipped: {result.skipped}")
+        self._log("train", metrics)
+        self.transcripts.write(learner.version, groups, result, self._decode)
+        return result
+
+    def _evaluate(self, evaluator: Evaluator) -> None:
+        with self.progress.phase("evaluation", None) as phase:
+            result = evaluator.run(self.model, phase)
+        self._log("eval", result.metrics)
+
+    def _log(self, kind: Kind, metrics: dict[str, float]) -> None:
+        try:
+            for logger in self.loggers:
+                logger.log(self.learner.version, kind, metrics)
+        except OSError as error:
+            raise UserError(
+                f"metrics cannot be written to {str(self.directory.path)!r} ({error}): free space and continue with"
+                " --resume from the last checkpoint"
+            ) from error
+
+    def _decode(self, ids: Any) -> str:
+        return str(self.tokenizer.decode(ids, skip_special_tokens=False))
+
+    def _save(self) -> None:
+        checkpoint = self.config.checkpoint
+        numbers, tensors = self.learner.state()
+        numbers = {"learner": numbers, "position": self.position}
+        tensors = {f"learner.{name}": tensor for name, tensor in tensors.items()}
+        if self.snapshots is not None:
+            tensors |= {f"snapshots.{name}": tensor for name, tensor in self.snapshots.state().items()}
+        save_checkpoint(
+            self.directory.checkpoints,
+            self.learner.version,
+            lambda path: self._write_model(path / "model"),
+            RunState(numbers, tensors),
+            checkpoint.save_total_limit,
+        )
+
+    def _restore(self, state: RunState) -> None:
+        self.position = state.numbers["position"]
+        self.learner.load_state(state.numbers["learner"], _with_prefix(state.tensors, "learner."))
+        if self.snapshots is not None:
+            version = self.learner.version
+            size = self.config.runtime.max_staleness + 1
+            needed = range(max(0, version - size + 1), version + 1)
+            self.snapshots.load_state(_with_prefix(state.tensors, "snapshots."), needed)
+
+    def _write_model(self, path: Path) -> None:
+        self.model.save_pretrained(path)
+        self.tokenizer.save_pretrained(path)
+
+
+def _with_prefix(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+

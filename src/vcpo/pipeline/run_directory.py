@@ -1,0 +1,131 @@
+"""The run directory: one run each, refused if it already holds one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from vcpo.config import RunConfig, parse_config
+from vcpo.errors import UserError
+from vcpo.observe.environment import environment
+from vcpo.observe.summary import read_sessions
+
+Mode = Literal["new", "resume", "overwrite"]
+
+_CONFIG = "config.yaml"
+_MARKS = (_CONFIG, "metrics.jsonl", "checkpoints")
+# a resumed run may differ in how long it goes on and in what it writes, not in what it computes
+_MAY_CHANGE = ("output_dir", "checkpoint", "logging", "compare")
+
+
+class RunDirectory:
+    """Paths of a run directory and the record of what ran in it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self.final_model = path / "model"
+        self.report = path / "report.html"
+
+    @classmethod
+    def open(cls, config: RunConfig, mode: Mode) -> RunDirectory:
+        """Create the directory, continue the run in it, or empty it first.
+
+        Raises UserError when it holds a run and ``mode`` is new, holds none and ``mode`` is resume, holds something
+        that is not a run and ``mode`` is overwrite, or holds a run with another configuration and ``mode`` is resume.
+        """
+        directory = cls(Path(config.output_dir))
+        path = directory.path
+        if path.exists() and not path.is_dir():
+            raise UserError(f"output_dir {str(path)!r} is a file")
+        occupied = path.is_dir() and any(path.iterdir())
+        holds_run = occupied and any((path / mark).exists() for mark in _MARKS)
+        if mode == "new" and occupied:
+            raise UserError(
+                f"output_dir {str(path)!r} already holds {'a run' if holds_run else 'files'}: continue it with"
+                " --resume, replace it with --overwrite, or choose another output_dir"
+            )
+        if mode == "overwrite" and occupied:
+            if not holds_run:
+                raise UserError(f"output_dir {str(path)!r} holds files that are not a run; --overwrite leaves them alone")
+            shutil.rmtree(path)
+        if mode == "resume":
+            if not holds_run:
+                raise UserError(f"output_dir {str(path)!r} holds no run to resume")
+            directory._check_same(config)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            (path / _CONFIG).write_text(yaml.safe_dump(config.to_plain(), sort_keys=False), encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"output_dir {str(path)!r} cannot be written: {error}") from None
+        return directory
+
+    @classmethod
+    def of_finished_or_running(cls, path: Path) -> tuple[RunDirectory, RunConfig]:
+        """An existing run directory and its configuration."""
+        if not (path / _CONFIG).is_file():
+            raise UserError(f"{str(path)!r} is not a run directory (it has no {_CONFIG})")
+        return cls(path), parse_config(_read_yaml(path / _CONFIG), source=str(path / _CONFIG))
+
+    def record_start(self, resumed_at: int | None) -> None:
+        """Append what runs, on what, from where."""
+        self._write_environment(
+            {**environment(), "command": sys.argv, "started": time.time(), "resumed_at_step": resumed_at}
+        )
+
+    def record_end(self, outcome: str, **facts: Any) -> None:
+        """Complete the record of this start: ``finished``, ``interrupted`` or ``failed``."""
+        sessions = self.sessions()
+        sessions[-1].update(outcome=outcome, ended=time.time(), **facts)
+        self._dump(sessions)
+
+    def sessions(self) -> list[dict[str, Any]]:
+        """One record for every time that the run was started or resumed."""
+        return read_sessions(self.path)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the run reached its last step."""
+        sessions = self.sessions()
+        return bool(sessions) and sessions[-1].get("outcome") == "finished"
+
+    def _write_environment(self, session: dict[str, Any]) -> None:
+        self._dump([*self.sessions(), session])
+
+    def _dump(self, sessions: list[dict[str, Any]]) -> None:
+        target = self.path / "environment.json"
+        beside = target.with_suffix(".tmp")
+        beside.write_text(json.dumps(sessions, indent=2, default=str), encoding="utf-8")
+        beside.replace(target)
+
+    def _check_same(self, config: RunConfig) -> None:
+        before = parse_config(_read_yaml(self.path / _CONFIG), source=str(self.path / _CONFIG)).to_plain()
+        now = config.to_plain()
+        for section in now:
+            if section not in _MAY_CHANGE and before[section] != now[section]:
+                changed = _first_difference(before[section], now[section], section)
+                raise UserError(f"--resume needs the configuration of the interrupted run, but {changed}")
+
+
+def _first_difference(before: Any, now: Any, key: str) -> str:
+    if isinstance(before, dict) and isinstance(now, dict):
+        for name in sorted(before.keys() | now.keys()):
+            if before.get(name) != now.get(name):
+                return _first_difference(before.get(name), now.get(name), f"{key}.{name}")
+    return f"{key} was {before!r} and is now {now!r}"
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise UserError(f"{str(path)!r} cannot be read: {error}") from None
+    if not isinstance(data, dict):
+        raise UserError(f"{str(path)!r} does not hold a configuration")
+    return data
