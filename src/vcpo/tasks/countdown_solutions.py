@@ -7,6 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from vcpo.errors import UserError
+
+_MAX_DRAWS = 20_000
 _ADDITIVE, _MULTIPLICATIVE, _ATOM = 1, 2, 3
 
 
@@ -27,10 +30,10 @@ class Term:
 def random_problem(rng: random.Random, count: int, max_number: int, max_target: int) -> tuple[list[int], int, str]:
     """Numbers, a target from 1 to ``max_target`` that they reach, and an expression that reaches it.
 
-    The numbers are combined at random until one is left; combinations that leave the whole numbers, or end outside
-    the allowed targets, are drawn again. ``max_target`` must be at least 1, which differences and quotients reach.
+    The numbers are combined at random until one is left, through whole numbers only, and drawn again while the result
+    is no allowed target. Raises UserError when allowed targets are so rare that none is found.
     """
-    while True:
+    for _ in range(_MAX_DRAWS):
         numbers = [rng.randint(1, max_number) for _ in range(count)]
         terms = [Term.number(number) for number in numbers]
         while len(terms) > 1:
@@ -40,6 +43,10 @@ def random_problem(rng: random.Random, count: int, max_number: int, max_target: 
             terms.append(rng.choice(choices))
         if 1 <= terms[0].value <= max_target:
             return numbers, int(terms[0].value), terms[0].text
+    raise UserError(
+        f"countdown found no {count} numbers up to {max_number} that reach a target up to {max_target}; raise"
+        " task.max_target, or lower task.max_number or task.numbers"
+    )
 
 
 def solve(numbers: Sequence[int], target: int) -> str | None:

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vcpo.errors import UserError
+from vcpo.models.encoding import unknown_characters
 from vcpo.records import Message, Problem
 from vcpo.tasks.protocol import Task
 
@@ -88,14 +89,14 @@ class PromptSource:
 
 
 def _encode_text(tokenizer: PreTrainedTokenizerBase, problem: Problem, text: str) -> list[int]:
+    unknown = unknown_characters(tokenizer, text)
+    if unknown:
+        raise UserError(
+            f"problem {problem.id!r}: the tokenizer has no token for {', '.join(map(repr, unknown))} in the prompt"
+            f" {_short(text)}; add what is missing to model.init.characters"
+        )
     ids = _ids(tokenizer(text, add_special_tokens=True))
     plain = _ids(tokenizer(text, add_special_tokens=False))
-    unknown = tokenizer.unk_token_id
-    if unknown is not None and unknown != tokenizer.eos_token_id and unknown in plain:
-        raise UserError(
-            f"problem {problem.id!r}: the tokenizer has no token for some character of the prompt {_short(text)};"
-            " use a tokenizer (or model.init.characters) that covers the task's characters"
-        )
     closed = len(ids) > len(plain) and ids[-1] == tokenizer.eos_token_id and ids[-1:] != plain[-1:]
     return ids[:-1] if closed else ids
 
