@@ -1,0 +1,38 @@
+# Everything needs only Python 3.11 or newer; each target does its own set-up.
+PYTHON ?= python3
+VENV := .venv
+STAMP := $(VENV)/.set-up
+UNFINISHED := $(VENV)/.set-up-unfinished
+BIN := $(VENV)/bin
+
+.PHONY: setup train test lint types clean
+
+setup: $(STAMP)
+
+# A set-up in progress is marked, and one that was interrupted starts over: it can leave half a package behind.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "vcpo needs Python 3.11 or newer, and '$(PYTHON)' is $$($(PYTHON) --version 2>&1)." \
+	    "Name another one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	@test ! -e $(UNFINISHED) || rm -rf $(VENV)
+	@mkdir -p $(VENV) && touch $(UNFINISHED)
+	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	@echo "Installing into $(VENV) (the first time takes a few minutes)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@mv $(UNFINISHED) $(STAMP)
+
+train: setup
+	$(BIN)/vcpo train recipes/quickstart.yaml --overwrite
+
+test: setup
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: setup
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
