@@ -13,7 +13,7 @@ _BLOCK = 64  # positions by which the cache grows
 
 
 class SlotCache:
-    """Keys and values of every layer, (slots, key/value heads, positions, head dimension), grown as needed.
+    """Keys and values of every layer, (slots, positions, key/value heads, head dimension), grown as needed.
 
     Fulfils ``AttentionPlan``. Before each forward pass, ``prefill`` or ``decode`` says which rows its tokens belong to.
     """
@@ -25,8 +25,7 @@ class SlotCache:
         self._capacity = 0
         self._rows: Tensor | None = None
         self._sources: Tensor | None = None
-        self._count = 0
-        self._positions = torch.empty(0, dtype=torch.int64)
+        self._own_rows = self._positions = torch.empty(0, dtype=torch.int64)
         self._span = 0
         self._masks: dict[int | None, Tensor] = {}
 
@@ -45,7 +44,7 @@ class SlotCache:
         longest: the largest of the positions, known without asking the device.
         """
         self._rows = None
-        self._count = len(positions_B)
+        self._own_rows = torch.arange(len(positions_B), device=positions_B.device)
         self._positions = positions_B
         self._span = longest + 1
         self._masks = {}
@@ -66,8 +65,8 @@ class SlotCache:
             return self._attend_decode(keys, values, query, key, value, scaling, sliding_window)
         length = key.shape[2]
         # positions of padding are written too: masked until a decoded token overwrites them
-        keys[self._rows, :, :length] = key[self._sources]
-        values[self._rows, :, :length] = value[self._sources]
+        keys[self._rows, :length] = key[self._sources].transpose(1, 2)
+        values[self._rows, :length] = value[self._sources].transpose(1, 2)
         grouped = query.shape[1] != key.shape[1]
         if sliding_window is None or sliding_window >= length:
             output = F.scaled_dot_product_attention(
@@ -91,29 +90,29 @@ class SlotCache:
         sliding_window: int | None,
     ) -> Tensor:
         count, heads, _, head_dim = query.shape
-        rows = torch.arange(count, device=query.device)
-        keys[rows, :, self._positions] = key[:, :, 0]
-        values[rows, :, self._positions] = value[:, :, 0]
+        keys[self._own_rows, self._positions] = key[:, :, 0]
+        values[self._own_rows, self._positions] = value[:, :, 0]
         # the query heads that share a key/value head stand where tokens would: no repeated keys and values
         shared = query.reshape(count, key.shape[1], heads // key.shape[1], head_dim)
         output = F.scaled_dot_product_attention(
             shared,
-            keys[:count, :, : self._span],
-            values[:count, :, : self._span],
-            attn_mask=self._visible(sliding_window),
+            keys[:count, : self._span].transpose(1, 2),
+            values[:count, : self._span].transpose(1, 2),
+            attn_mask=self._visible(sliding_window, query.dtype),
             scale=scaling,
         )
         return output.reshape(count, 1, heads, value.shape[-1])
 
-    def _visible(self, sliding_window: int | None) -> Tensor:
-        """(rows, 1, 1, span): whether a row's token sees a cache position."""
+    def _visible(self, sliding_window: int | None, dtype: torch.dtype) -> Tensor:
+        """(rows, 1, 1, span): 0 where a row's token sees a cache position, -inf elsewhere; made once for all layers."""
         mask = self._masks.get(sliding_window)
         if mask is None:
             cache_positions = torch.arange(self._span, device=self._positions.device)
             own = self._positions[:, None]
-            mask = cache_positions <= own
+            hidden = cache_positions > own
             if sliding_window is not None:
-                mask &= cache_positions > own - sliding_window
+                hidden |= cache_positions <= own - sliding_window
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
             mask = self._masks[sliding_window] = mask[:, None, None]
         return mask
 
@@ -128,7 +127,7 @@ class SlotCache:
         if layer not in self._keys:
             for tensors, new in ((self._keys, key), (self._values, value)):
                 # zeros, because positions never written take part in products under the mask
-                tensors[layer] = new.new_zeros(self._slots, new.shape[1], self._capacity, new.shape[-1])
+                tensors[layer] = new.new_zeros(self._slots, self._capacity, new.shape[1], new.shape[-1])
         return self._keys[layer], self._values[layer]
 
     def _grow(self, length: int) -> None:
@@ -138,4 +137,4 @@ class SlotCache:
         self._capacity += added
         for tensors in (self._keys, self._values):
             for layer, tensor in tensors.items():
-                tensors[layer] = F.pad(tensor, (0, 0, 0, added))
+                tensors[layer] = F.pad(tensor, (0, 0, 0, 0, 0, added))
