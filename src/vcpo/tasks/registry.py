@@ -53,12 +53,12 @@ def make_task(name: str, params: dict[str, Any]) -> Task:
         raise UserError(str(error)) from None
     factory = _factory(name)
     if not callable(factory):
-        raise UserError(f"task {name!r} is a {type(factory).__name__}, not a class or function that makes a task")
+        raise UserError(f"task {name!r} is of type {type(factory).__name__}, not a class or function that makes a task")
     _check_arguments(name, factory, params)
     task = factory(**params)
     if not isinstance(task, Task):
         missing = [method for method in ("train_problem", "eval_problems", "grade") if not hasattr(task, method)]
-        raise UserError(f"task {name!r} made a {type(task).__name__} without {', '.join(missing)}")
+        raise UserError(f"task {name!r} made an object of type {type(task).__name__} without {', '.join(missing)}")
     return task
 
 

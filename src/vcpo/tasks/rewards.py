@@ -37,7 +37,7 @@ class RewardFunctions:
         for spec, short in zip(specs, short_names, strict=True):
             function = load_object(spec)
             if not callable(function):
-                raise UserError(f"reward function {spec!r} is a {type(function).__name__}, not a function")
+                raise UserError(f"reward function {spec!r} is of type {type(function).__name__}, not a function")
             name = short if short_names.count(short) == 1 else spec
             if name in self._functions:
                 raise UserError(f"reward function {spec!r} is listed twice; give it one entry and a larger weight")
@@ -124,7 +124,7 @@ def _checked(name: str, result: Any, count: int) -> list[float | None]:
         result = result.tolist()
     if not isinstance(result, list | tuple):
         raise UserError(
-            f"reward function {name!r} returned a {type(result).__name__}; it must return a list with one value"
+            f"reward function {name!r} returned a value of type {type(result).__name__}; it must return a list with one value"
             f" per completion ({count})"
         )
     if len(result) != count:
