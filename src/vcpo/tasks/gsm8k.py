@@ -19,7 +19,9 @@ GOLD_MARK = "####"
 class GSM8KOptions(DataOptions):
     """Options of the task ``gsm8k``. The published data set is ``dataset_name: openai/gsm8k, dataset_config: main``."""
 
-    dataset_test_split: str | None = "test"
+    dataset_test_split: str | None = Field(
+        "test", description="the split that is evaluated on, unless eval_path is given"
+    )
     question_column: str = Field("question", description="the column with the question")
     answer_column: str = Field(
         "answer", description="the column whose text after #### (or the whole of it) is the answer"

@@ -124,8 +124,8 @@ def _checked(name: str, result: Any, count: int) -> list[float | None]:
         result = result.tolist()
     if not isinstance(result, list | tuple):
         raise UserError(
-            f"reward function {name!r} returned a value of type {type(result).__name__}; it must return a list with one value"
-            f" per completion ({count})"
+            f"reward function {name!r} returned a value of type {type(result).__name__}; it must return a list with"
+            f" one value per completion ({count})"
         )
     if len(result) != count:
         raise UserError(f"reward function {name!r} returned {len(result)} values for {count} completions")
