@@ -1,4 +1,4 @@
-"""A method as a choice of parts, and the named methods. Imports without torch, so that a configuration can be checked fast."""
+"""A method as a choice of parts, and the named methods. Imports without torch: a configuration is checked fast."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""Exact per-trajectory gradient norms of any module made of known layers: one rule per layer type."""

@@ -1,0 +1,1 @@
+"""One optimizer update: packing, log-probabilities, gradient assembly, step size, optimizer."""

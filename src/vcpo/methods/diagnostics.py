@@ -1,0 +1,27 @@
+"""Numbers that are watched beside the ESS, which is blind to a drift that all trajectories share."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def kl_k1(log_ratios_N: Tensor) -> Tensor:
+    """KL(mu || pi) per token: the mean of log mu - log pi over tokens sampled from mu. Unbiased; may be negative."""
+    return -log_ratios_N.double().mean()
+
+
+def kl_k3(log_ratios_N: Tensor) -> Tensor:
+    """KL(mu || pi) per token: the mean of r - 1 - log r with r = pi / mu. Unbiased, never negative, less noisy."""
+    log_ratios = log_ratios_N.double()
+    # an infinite ratio would be inf - inf
+    return torch.where(log_ratios == torch.inf, torch.inf, torch.expm1(log_ratios) - log_ratios).mean()
+
+
+def truncated_share(log_ratios: Tensor, cap: float | None) -> Tensor:
+    """Share of ratios above the cap; 0 without one."""
+    if cap is None or not len(log_ratios):
+        return torch.zeros((), dtype=torch.float64)
+    return (log_ratios > math.log(cap)).double().mean()
