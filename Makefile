@@ -15,7 +15,7 @@ $(STAMP): pyproject.toml constraints.txt
 	  { echo "vcpo needs Python 3.11 or newer, and '$(PYTHON)' is $$($(PYTHON) --version 2>&1)." \
 	    "Name another one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
 	@test ! -e $(UNFINISHED) || rm -rf $(VENV)
-	@mkdir -p $(VENV) && touch $(UNFINISHED)
+	@mkdir -p $(VENV) && rm -f $(STAMP) && touch $(UNFINISHED)
 	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV) (the first time takes a few minutes)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
