@@ -223,7 +223,8 @@ class LocalRuntime(Section):
         True, description="swap weights between two decode steps; otherwise only when no response is being decoded"
     )
     recompute_kv_cache: bool = Field(
-        False, description="rebuild the key/value cache after each swap (otherwise the old entries stay, as in PipelineRL)"
+        False,
+        description="rebuild the key/value cache after each swap; otherwise old entries stay (PipelineRL)",
     )
     samplers: PositiveInt = 1
     sampler_threads: PositiveInt = 1
@@ -236,7 +237,9 @@ Runtime = Annotated[LockstepRuntime | LocalRuntime, Field(discriminator="name")]
 class EvalSection(Section):
     """Evaluation on held-out problems."""
 
-    eval_steps: NonNegativeInt = Field(0, description="evaluate every so many steps and at both ends; 0 switches it off")
+    eval_steps: NonNegativeInt = Field(
+        0, description="evaluate every so many steps and at both ends; 0 for never"
+    )
     num_problems: PositiveInt = 128
     num_generations: PositiveInt = 1
     temperature: NonNegativeFloat = 1.0
@@ -273,16 +276,16 @@ class RunConfig(Section):
     seed: NonNegativeInt = 0
     model: ModelSection
     task: TaskSection
-    reward: RewardSection = RewardSection()  # type: ignore[call-arg]
-    warm_start: WarmStartSection = WarmStartSection()  # type: ignore[call-arg]
-    sampling: SamplingSection = SamplingSection()  # type: ignore[call-arg]
+    reward: RewardSection = RewardSection()
+    warm_start: WarmStartSection = WarmStartSection()
+    sampling: SamplingSection = SamplingSection()
     method: MethodSection = Field(default_factory=lambda: MethodSection.model_validate({"name": "vcpo"}))
-    training: TrainingSection = TrainingSection()  # type: ignore[call-arg]
-    runtime: Runtime = LocalRuntime(name="local")  # type: ignore[call-arg]
-    eval: EvalSection = EvalSection()  # type: ignore[call-arg]
-    checkpoint: CheckpointSection = CheckpointSection()  # type: ignore[call-arg]
-    logging: LoggingSection = LoggingSection()  # type: ignore[call-arg]
-    compare: CompareSection = CompareSection()  # type: ignore[call-arg]
+    training: TrainingSection = TrainingSection()
+    runtime: Runtime = LocalRuntime(name="local")
+    eval: EvalSection = EvalSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    logging: LoggingSection = LoggingSection()
+    compare: CompareSection = CompareSection()
 
     @field_validator("model", mode="before")
     @classmethod

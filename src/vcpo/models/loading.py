@@ -19,11 +19,15 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils.logging import disable_progress_bar
 
 from vcpo.config import ModelSection
 from vcpo.errors import UserError
 from vcpo.models.attention import ATTENTION
 from vcpo.models.small import make_small_model
+
+# a run has its own progress display; bars of single files would break it
+disable_progress_bar()
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _PLAN_LAYERS = {"full_attention", "sliding_attention"}

@@ -57,7 +57,7 @@ def character_tokenizer(characters: str, max_length: int) -> Qwen2Tokenizer:
     if not characters.isascii():
         foreign = next(c for c in characters if not c.isascii())
         raise UserError(f"model.init.characters holds {foreign!r}: only ASCII characters can be single tokens")
-    byte_symbols: dict[int, str] = bytes_to_unicode()  # type: ignore[no-untyped-call]
+    byte_symbols: dict[int, str] = bytes_to_unicode()
     tokens = [PAD_TOKEN, EOS_TOKEN, *(byte_symbols[ord(c)] for c in characters)]
     return Qwen2Tokenizer(
         vocab={token: id for id, token in enumerate(tokens)},

@@ -36,9 +36,7 @@ class RunState:
     tensors: dict[str, Tensor]
 
 
-def save_checkpoint(
-    directory: Path, step: int, save_model: Callable[[Path], None], state: RunState, keep: int
-) -> Path:
+def save_checkpoint(directory: Path, step: int, save_model: Callable[[Path], None], state: RunState, keep: int) -> Path:
     """Write the checkpoint of ``step`` and remove all but the newest ``keep``.
 
     Raises UserError when the disk is full or not writable; the previous checkpoints are then untouched.

@@ -21,8 +21,8 @@ from typing import Any
 
 import yaml
 
-from vcpo.config import RunConfig, parse_config, read_recipe, set_dotted, suggest
-from vcpo.errors import UserError
+from vcpo.config import RunConfig, parse_config, read_recipe, set_dotted
+from vcpo.errors import UserError, suggest
 from vcpo.methods.spec import METHODS
 from vcpo.pipeline.run_directory import RunDirectory
 

@@ -101,9 +101,7 @@ class Evaluator:
             "reward": float(np.mean(rewards)) if rewards else float("nan"),
             "unscored": float(len(grades) - len(rewards)),
             "response_length": float(np.mean(lengths)),
-            "length_limited_share": float(
-                np.mean([t.stop_reason == "length" for g in groups for t in g.trajectories])
-            ),
+            "length_limited_share": float(np.mean([t.stop_reason == "length" for g in groups for t in g.trajectories])),
             "problems": float(len(groups)),
             "problems_too_long": float(self._too_long),
         }

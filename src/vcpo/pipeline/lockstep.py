@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 
 import numpy as np
-from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from vcpo.config import RunConfig
 from vcpo.pipeline.pacer import Pacer
@@ -31,9 +31,9 @@ class LockstepRollouts:
     def __init__(
         self,
         config: RunConfig,
-        model: nn.Module,
+        model: PreTrainedModel,
         params: SamplingParams,
-        tokenizer: object,
+        tokenizer: PreTrainedTokenizerBase,
         starter: GroupStarter,
         grader: Grader,
         snapshots: SnapshotRing,

@@ -9,9 +9,12 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from vcpo.config import RunConfig
+from vcpo.errors import UserError
 from vcpo.records import GenerationRequest, Group, Problem, Trajectory
 from vcpo.tasks.prompts import PromptSource
 from vcpo.tasks.protocol import Task
+from vcpo.tasks.registry import make_task
 from vcpo.tasks.rewards import RewardFunctions
 
 
@@ -99,3 +102,22 @@ class Grader:
         for trajectory, grade in zip(members, grades, strict=True):
             trajectory.grade = grade
         return Group(started.id, started.problem, started.next_position, members)
+
+
+def make_task_and_grader(config: RunConfig) -> tuple[Task, Grader]:
+    """The task with its data read, and its grader with the reward functions loaded.
+
+    Raises UserError for whatever is wrong with the data or the functions, also when nothing would give a reward.
+    """
+    task = make_task(config.task.name, config.task.params)
+    reward = config.reward
+    if reward.reward_funcs:
+        return task, Grader(task, RewardFunctions(reward.reward_funcs, reward.reward_weights))
+    if config.task.name == "dataset":
+        first = task.train_problem(0, config.seed)
+        if task.grade([first], [""])[0].reward is None:
+            raise UserError(
+                f"task 'dataset' has no answers to grade with (row {first.id}): name the column in task.answer_column,"
+                " or give reward functions in reward.reward_funcs"
+            )
+    return task, Grader(task, None)

@@ -23,14 +23,12 @@ from vcpo.pipeline.evaluate import Evaluator
 from vcpo.pipeline.interrupt import StopRequest
 from vcpo.pipeline.local import LocalRollouts
 from vcpo.pipeline.lockstep import LockstepRollouts
-from vcpo.pipeline.rollouts import Grader, GroupStarter, Rollouts
+from vcpo.pipeline.rollouts import Grader, GroupStarter, Rollouts, make_task_and_grader
 from vcpo.pipeline.run_directory import Mode, RunDirectory
 from vcpo.pipeline.snapshots import SnapshotRing
 from vcpo.pipeline.warm_start import warm_start
 from vcpo.records import SamplingParams
 from vcpo.tasks.prompts import PromptSource
-from vcpo.tasks.registry import make_task
-from vcpo.tasks.rewards import RewardFunctions
 
 
 def train(config: RunConfig, mode: Mode = "new", make_report: bool = True, progress: Progress | None = None) -> Path:
@@ -41,13 +39,13 @@ def train(config: RunConfig, mode: Mode = "new", make_report: bool = True, progr
     and otherwise whatever went wrong, in whichever process.
     """
     # data and reward functions are read before anything is created or loaded
-    task = make_task(config.task.name, config.task.params)
-    reward = config.reward
-    rewards = RewardFunctions(reward.reward_funcs, reward.reward_weights) if reward.reward_funcs else None
+    task, grader = make_task_and_grader(config)
+    if config.eval.eval_steps:
+        task.eval_problems(1)  # its UserError about missing evaluation data belongs here, too
     directory = RunDirectory.open(config, mode)
     progress = progress or Progress(config.training.max_steps)
     with progress, StopRequest(progress.note) as stop:
-        run = _Run(config, directory, Grader(task, rewards), progress, stop, resume=mode == "resume")
+        run = _Run(config, directory, grader, progress, stop, resume=mode == "resume")
         directory.record_start(run.learner.version if mode == "resume" else None)
         outcome = "failed"
         try:
@@ -92,6 +90,9 @@ class _Run:
         threads = runtime.threads if runtime.name == "lockstep" else runtime.learner_threads
         if threads:
             torch.set_num_threads(threads)
+        self.threads_in_all = threads
+        if runtime.name == "local":
+            self.threads_in_all += runtime.samplers * runtime.sampler_threads
         if runtime.name == "lockstep":
             self.snapshots = SnapshotRing(runtime.max_staleness + 1)
 
@@ -128,13 +129,12 @@ class _Run:
         """Warm start, then steps until the last one, evaluating and saving on the way."""
         config, learner = self.config, self.learner
         if self.is_new and config.warm_start.steps:
-            warm_start(self.model, self.tokenizer, task, config, self.progress)
+            with self.progress.phase("warm start", config.warm_start.steps) as report:
+                warm_start(self.model, self.tokenizer, task, config, self.threads_in_all, report, self.progress.note)
         ends = end_token_ids(self.model, self.tokenizer)
         evaluator = None
         if config.eval.eval_steps:
-            evaluator = Evaluator(
-                task, self.grader, self.tokenizer, config.eval, config.sampling, ends, config.seed
-            )
+            evaluator = Evaluator(task, self.grader, self.tokenizer, config.eval, config.sampling, ends, config.seed)
         sampling = config.sampling
         params = SamplingParams(
             max_tokens=sampling.max_completion_length,
@@ -275,4 +275,3 @@ class _Run:
 
 def _with_prefix(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-

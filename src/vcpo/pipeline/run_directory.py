@@ -53,7 +53,9 @@ class RunDirectory:
             )
         if mode == "overwrite" and occupied:
             if not holds_run:
-                raise UserError(f"output_dir {str(path)!r} holds files that are not a run; --overwrite leaves them alone")
+                raise UserError(
+                    f"output_dir {str(path)!r} holds files that are no run: choose another output_dir"
+                )
             shutil.rmtree(path)
         if mode == "resume":
             if not holds_run:

@@ -1,0 +1,165 @@
+"""The local runtime's processes: staleness, failures, and no orphans. Real processes, no learner."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from vcpo.config import RunConfig, parse_config
+from vcpo.models.loading import end_token_ids, load_model
+from vcpo.pipeline.local import LocalRollouts, SamplerDied
+from vcpo.pipeline.rollouts import Grader, GroupStarter, response_seed
+from vcpo.records import Grade, Problem, SamplingParams
+from vcpo.tasks.prompts import PromptSource
+from vcpo.tasks.registry import make_task
+
+pytestmark = pytest.mark.slow
+
+SECONDS = 5.0  # within which a failure must reach the user
+
+
+def config_with(**runtime: Any) -> RunConfig:
+    return parse_config(
+        {
+            "model": {"init": {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}},
+            "task": {"name": "sort", "digits": 4},
+            "sampling": {"num_generations": 2, "max_prompt_length": 5, "max_completion_length": 6, "slots": 4},
+            "training": {"prompts_per_step": 2, "max_steps": 50},
+            "runtime": {"name": "local", "max_staleness": 2, **runtime},
+        }
+    )
+
+
+class FailingTask:
+    """The sort task until the given number of groups, then an exception of the user's own grader."""
+
+    def __init__(self, after: int) -> None:
+        self._task = make_task("sort", {"digits": 4})
+        self._left = after
+
+    def train_problem(self, position: int, seed: int) -> Problem:
+        return self._task.train_problem(position, seed)
+
+    def eval_problems(self, count: int) -> list[Problem]:
+        return self._task.eval_problems(count)
+
+    def grade(self, problems: Sequence[Problem], completions: Sequence[str]) -> list[Grade]:
+        self._left -= 1
+        if self._left < 0:
+            raise ZeroDivisionError("the user's grader divided by zero")
+        return self._task.grade(problems, completions)
+
+
+@contextmanager
+def rollouts_of(config: RunConfig, task: Any = None) -> Iterator[tuple[LocalRollouts, torch.nn.Module]]:
+    task = task or make_task("sort", {"digits": 4})
+    model, tokenizer = load_model(config.model, config.seed)
+    sampling = config.sampling
+    params = SamplingParams(max_tokens=sampling.max_completion_length, stop_token_ids=end_token_ids(model, tokenizer))
+    prompts = PromptSource(task, tokenizer, config.seed, sampling.max_prompt_length, "skip")
+    rollouts = LocalRollouts(config, model, params, GroupStarter(prompts, 0), Grader(task, None))
+    try:
+        yield rollouts, model
+    finally:
+        rollouts.close()
+        assert [p for p in psutil.Process().children(recursive=True) if "sampler" in " ".join(p.cmdline())] == []
+
+
+def sampler_pids() -> list[int]:
+    return [p.pid for p in psutil.Process().children() if "spawn_main" in " ".join(p.cmdline())]
+
+
+@pytest.mark.parametrize(
+    "runtime",
+    [
+        {"in_flight_updates": True},
+        {"in_flight_updates": True, "recompute_kv_cache": True},
+        {"in_flight_updates": False},
+    ],
+    ids=["in-flight", "in-flight-recompute", "drained"],
+)
+def test_minibatches_are_whole_in_order_and_within_the_staleness_bound(runtime: dict[str, Any]) -> None:
+    config = config_with(**runtime, samplers=2)
+    with rollouts_of(config) as (rollouts, _):
+        rollouts.publish(0)
+        for step in range(12):
+            groups = rollouts.minibatch(step)
+            assert [g.id for g in groups] == [2 * step, 2 * step + 1]
+            for group in groups:
+                assert [t.index for t in group.trajectories] == [0, 1]
+                for t in group.trajectories:
+                    assert t.grade is not None
+                    assert step - 2 <= t.start_version <= step
+                    assert (t.versions_T >= t.start_version).all()
+                    assert (t.versions_T <= step).all()
+                    if not config.runtime.in_flight_updates:  # type: ignore[union-attr]
+                        assert (t.versions_T == t.start_version).all()
+            rollouts.publish(step + 1)
+
+
+def test_samplers_use_the_weights_that_were_published() -> None:
+    """The recorded log-probs are those of the published weights, which differ from the ones the sampler loaded."""
+    with rollouts_of(config_with(max_staleness=0)) as (rollouts, model):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()  # all logits equal: every token has probability 1 / vocabulary
+        rollouts.publish(0)
+        vocabulary = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator, union-attr]
+        for group in rollouts.minibatch(0):
+            for t in group.trajectories:
+                assert t.logprobs_T == pytest.approx(-torch.tensor(float(vocabulary)).log().item(), abs=1e-6)
+
+
+def test_a_killed_sampler_ends_the_run_within_seconds_naming_the_process() -> None:
+    with rollouts_of(config_with()) as (rollouts, _):
+        rollouts.publish(0)
+        rollouts.minibatch(0)
+        (pid,) = sampler_pids()
+        os.kill(pid, signal.SIGKILL)
+        killed = time.monotonic()
+        with pytest.raises((SamplerDied, KeyboardInterrupt)):  # interrupts the main thread, wherever it is
+            for step in range(1, 50):
+                rollouts.publish(step)
+                rollouts.minibatch(step)
+        assert time.monotonic() - killed < SECONDS
+        assert isinstance(rollouts.failure, SamplerDied)
+        assert str(pid) in str(rollouts.failure)
+        assert "exit code -9" in str(rollouts.failure)
+
+
+def test_an_exception_in_a_sampler_arrives_with_its_own_message() -> None:
+    """NaN weights make the engine refuse to sample; its exception must come back, not a hang."""
+    with rollouts_of(config_with()) as (rollouts, model):
+        with torch.no_grad():
+            next(model.parameters()).fill_(float("nan"))
+        rollouts.publish(0)
+        with pytest.raises((SamplerDied, KeyboardInterrupt)):
+            rollouts.minibatch(0)
+        assert isinstance(rollouts.failure, SamplerDied)
+        assert "RuntimeError" in str(rollouts.failure)
+        assert "sampler 0 (pid" in str(rollouts.failure)
+
+
+def test_an_exception_in_a_grader_is_raised_as_it_is() -> None:
+    with rollouts_of(config_with(), FailingTask(after=2)) as (rollouts, _):
+        rollouts.publish(0)
+        with pytest.raises((ZeroDivisionError, KeyboardInterrupt)):
+            for step in range(5):
+                rollouts.minibatch(step)
+                rollouts.publish(step + 1)
+        assert isinstance(rollouts.failure, ZeroDivisionError)
+        assert str(rollouts.failure) == "the user's grader divided by zero"
+
+
+def test_response_seeds_differ_between_members_groups_and_runs() -> None:
+    seeds = {response_seed(s, g, i) for s in range(3) for g in range(50) for i in range(8)}
+    assert len(seeds) == 3 * 50 * 8
+    assert all(0 <= seed < 2**63 for seed in seeds)
