@@ -16,6 +16,7 @@ from vcpo.records import Grade, Group, Problem, StopReason, Trajectory
 class Details:
     log_ratios_B: list[float]
     weights_B: list[float]
+    advantages_B: list[float]
 
 
 def decode(ids: NDArray[np.int64]) -> str:
@@ -41,7 +42,7 @@ def trajectory(index: int, reward: float | None, response: str = "42", given: in
 
 def write(run_dir: Path, trajectories: list[Trajectory], per_step: int = 4, every: int = 10, step: int = 10) -> str:
     group = Group(7, Problem("p", "6*7="), 8, trajectories)
-    details = Details([0.25] * len(trajectories), [1.284] * len(trajectories))
+    details = Details([0.25] * len(trajectories), [1.284] * len(trajectories), [-0.5] * len(trajectories))
     path = TranscriptWriter(run_dir, every, per_step).write(step, [group], details, decode)
     assert path is not None
     return path.read_text(encoding="utf-8")
@@ -55,14 +56,14 @@ def test_an_entry_says_what_happened(tmp_path: Path) -> None:
         "## group 7 response 0\n\n"
         "- reward 1 (format 0.5), correct\n"
         "- stop eos, 3 tokens, policy versions 4 to 5, lag 5\n"
-        "- log-ratio +0.2500, weight 1.2840\n\n"
+        "- log-ratio +0.2500, weight 1.2840, advantage -0.5000\n\n"
         "Prompt:\n\n    6*7=\n\nResponse:\n\n    42<eos>\n"
     )
 
 
 def test_only_the_steps_asked_for_are_written(tmp_path: Path) -> None:
     group = Group(7, Problem("p", "6*7="), 8, [trajectory(0, 1.0)])
-    details = Details([0.0], [1.0])
+    details = Details([0.0], [1.0], [0.0])
     assert TranscriptWriter(tmp_path, 10, 4).write(11, [group], details, decode) is None
     assert TranscriptWriter(tmp_path, 0, 4).write(10, [group], details, decode) is None
     assert not (tmp_path / "transcripts").exists()

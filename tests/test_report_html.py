@@ -130,7 +130,7 @@ def test_decades_get_a_logarithmic_axis_and_zeros_do_not_break_it(tmp_path: Path
             file.write(json.dumps({"step": step, "time": 99.0, "kind": "train", "grad_norm": norm}) + "\n")
     scales = {axes.get_title(loc="left"): axes.get_yscale() for axes in draw_runs(load_runs([run])).axes}
     assert scales["Gradient norm before clipping"] == "log"
-    assert scales["KL(sampler ‖ learner)"] == "linear"
+    assert scales["KL(sampler ‖ learner) per token"] == "linear"
     assert write_report([run], run / "report.html").is_file()
 
 

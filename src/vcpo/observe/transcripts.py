@@ -28,7 +28,7 @@ class UpdateDetails(Protocol):
     """What the learner knows about the trajectories of a step, in the order of the groups and their members.
 
     log_ratios_B: sequence log-ratio of each trajectory, learner over sampler.
-    weights_B: the importance weight that multiplied each trajectory's gradient.
+    weights_B: the importance weight of each trajectory's gradient. advantages_B: what multiplied it.
     """
 
     @property
@@ -36,6 +36,9 @@ class UpdateDetails(Protocol):
 
     @property
     def weights_B(self) -> Sequence[float]: ...
+
+    @property
+    def advantages_B(self) -> Sequence[float]: ...
 
 
 class TranscriptWriter:
@@ -58,7 +61,13 @@ class TranscriptWriter:
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         chosen = _spread(trajectories, self._per_step)
         entries = [
-            _entry(trajectories[i], float(details.log_ratios_B[i]), float(details.weights_B[i]), step, decode)
+            _entry(
+                trajectories[i],
+                f"log-ratio {details.log_ratios_B[i]:+.4f}, weight {details.weights_B[i]:.4f},"
+                f" advantage {details.advantages_B[i]:+.4f}",
+                step,
+                decode,
+            )
             for i in chosen
         ]
         head = f"# Step {step}: {len(chosen)} of {len(trajectories)} trajectories, from best to worst reward"
@@ -87,7 +96,7 @@ def _reward(trajectory: Trajectory) -> float | None:
     return trajectory.grade.reward if trajectory.grade else None
 
 
-def _entry(trajectory: Trajectory, log_ratio: float, weight: float, step: int, decode: Decode) -> str:
+def _entry(trajectory: Trajectory, update: str, step: int, decode: Decode) -> str:
     versions = trajectory.versions_T
     # the step that made version ``step`` trained with version ``step - 1``
     lag = step - 1 - trajectory.start_version
@@ -96,7 +105,7 @@ def _entry(trajectory: Trajectory, log_ratio: float, weight: float, step: int, d
         _grade(trajectory),
         f"stop {trajectory.stop_reason.value}, {len(trajectory.response_ids_T)} tokens,"
         f" policy versions {span}, lag {lag}",
-        f"log-ratio {log_ratio:+.4f}, weight {weight:.4f}",
+        update,
     ]
     parts = [HEADING + trajectory.name, "\n".join(f"- {fact}" for fact in facts)]
     parts += ["Prompt:", _block(decode(trajectory.prompt_ids))]

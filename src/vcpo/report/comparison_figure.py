@@ -28,7 +28,7 @@ class _Panel:
 _PANELS = (
     _Panel("Accuracy on held-out problems", ("accuracy",), kind="eval", share=True),
     _Panel("Effective sample size (share of the minibatch)", ("ess",), share=True),
-    _Panel("KL(sampler ‖ learner)", ("kl_k3", "kl"), log=True),
+    _Panel("KL(sampler ‖ learner) per token", ("kl_k3", "kl"), log=True),
     _Panel("Gradient norm before clipping", ("grad_norm",), log=True),
 )
 

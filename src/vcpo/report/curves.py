@@ -33,7 +33,7 @@ _PANELS = (
     _Panel("Accuracy", ("accuracy",), percent=True, evaluated=True),
     _Panel("Training reward", ("reward",)),
     _Panel("Effective sample size (share)", ("ess",), share=True),
-    _Panel("KL(sampler ‖ learner)", ("kl_k3", "kl"), log=True),
+    _Panel("KL(sampler ‖ learner) per token", ("kl_k3", "kl"), log=True),
     _Panel("Gradient norm before clipping", ("grad_norm",), log=True),
     _Panel("Policy lag in steps", ("lag_mean",), upper="lag_max"),
     _Panel("Step size factor", ("step_scale",), share=True),
