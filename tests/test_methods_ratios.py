@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from vcpo.methods.diagnostics import kl_k1, kl_k3, truncated_share
+from vcpo.methods.ratios import (
+    masked_log_ratios,
+    sum_by_trajectory,
+    trajectory_log_ratios,
+    truncated_log_weights,
+    truncated_weights,
+)
+
+
+def test_masked_positions_are_zero_before_anything_is_exponentiated() -> None:
+    logprobs = torch.tensor([[-1.0, math.inf, math.nan, -2.0]])
+    sampler = torch.tensor([[-1.5, -1.0, -1.0, -math.inf]])
+    mask = torch.tensor([[True, False, False, False]])
+    log_ratios = masked_log_ratios(logprobs, sampler, mask)
+    assert log_ratios.tolist() == [[0.5, 0.0, 0.0, 0.0]]
+    assert (log_ratios.exp() * mask).isfinite().all()
+
+
+def test_masked_positions_get_no_gradient() -> None:
+    logprobs = torch.tensor([-1.0, 800.0], requires_grad=True)
+    masked_log_ratios(logprobs, torch.zeros(2), torch.tensor([True, False])).exp().sum().backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == [pytest.approx(math.exp(-1)), 0.0]
+
+
+def test_sums_are_double_precision_and_empty_trajectories_sum_to_zero() -> None:
+    values = torch.full((4097,), 0.1, dtype=torch.float32)
+    sums = sum_by_trajectory(values, torch.tensor([4096, 0, 1]))
+    tenth = float(values[0])
+    assert sums.tolist() == [pytest.approx(4096 * tenth, rel=1e-14), 0.0, tenth]
+
+
+def test_levels_by_hand() -> None:
+    log_ratios, lengths = torch.tensor([2.0, -3.0], dtype=torch.float64), torch.tensor([4, 3])
+    assert trajectory_log_ratios("sequence", log_ratios, lengths).tolist() == [2.0, -3.0]
+    assert trajectory_log_ratios("geometric", log_ratios, lengths).tolist() == [0.5, -1.0]
+    assert trajectory_log_ratios("none", log_ratios, lengths).tolist() == [0.0, 0.0]
+    assert trajectory_log_ratios("token", log_ratios, lengths).tolist() == [0.0, 0.0]
+
+
+def test_truncation_of_extreme_ratios() -> None:
+    log_ratios = torch.tensor([math.log(4.0), math.log(9.0), 1e5, math.inf, -math.inf], dtype=torch.float64)
+    assert truncated_weights(log_ratios, 8.0).tolist() == [pytest.approx(4.0), 8.0, 8.0, 8.0, 0.0]
+    assert truncated_weights(log_ratios, None)[2:].tolist() == [math.inf, math.inf, 0.0]
+    assert truncated_weights(torch.tensor([math.nan]), 8.0).isnan().all()
+    assert truncated_log_weights(log_ratios, 8.0)[3] == math.log(8.0)
+    assert float(truncated_share(log_ratios, 8.0)) == pytest.approx(3 / 5)
+    assert float(truncated_share(log_ratios, None)) == 0.0
+
+
+def test_kl_estimators_by_hand() -> None:
+    log_ratios = torch.tensor([0.5, -1.0], dtype=torch.float64)
+    assert float(kl_k1(log_ratios)) == pytest.approx(0.25)
+    by_hand = ((math.exp(0.5) - 1 - 0.5) + (math.exp(-1.0) - 1 + 1.0)) / 2
+    assert float(kl_k3(log_ratios)) == pytest.approx(by_hand, rel=1e-12)
+    assert float(kl_k3(torch.tensor([math.inf, 0.0]))) == math.inf
+
+
+def test_kl_estimators_are_unbiased_for_kl_of_sampler_from_learner() -> None:
+    sampler = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
+    learner = torch.tensor([0.2, 0.2, 0.6], dtype=torch.float64)
+    exact = float((sampler * (sampler / learner).log()).sum())
+    log_ratios = (learner / sampler).log()
+    k1 = sum(float(p) * float(kl_k1(l[None])) for p, l in zip(sampler, log_ratios, strict=True))
+    k3 = sum(float(p) * float(kl_k3(l[None])) for p, l in zip(sampler, log_ratios, strict=True))
+    assert k1 == pytest.approx(exact, rel=1e-12)
+    assert k3 == pytest.approx(exact, rel=1e-12)
