@@ -30,9 +30,9 @@ class Chunk:
     def gather_or_zero(self, rows_R: Tensor) -> Tensor:
         """The rows as (members, width, ...), 0 at the padding."""
         rows = self.gather(rows_R)
-        if self.is_padding_CT is None:
-            return rows
-        return rows.masked_fill(self.is_padding_CT.reshape(*self.index_CT.shape, *[1] * (rows.dim() - 2)), 0)
+        if self.is_padding_CT is not None:
+            rows.masked_fill_(self.is_padding_CT.view(*self.index_CT.shape, *[1] * (rows.dim() - 2)), 0)
+        return rows
 
 
 class Rows:

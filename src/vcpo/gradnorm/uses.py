@@ -40,7 +40,7 @@ class OuterUse:
     def per_trajectory(self, chunk: Chunk) -> Tensor:
         """See ``ParameterUse``."""
         left = at_least_float32(chunk.gather_or_zero(self.left_RI))
-        right = at_least_float32(chunk.gather_or_zero(self.right_RJ))
+        right = at_least_float32(chunk.gather(self.right_RJ))
         return torch.bmm(left.transpose(1, 2), right)
 
     def combined(self, coefficients_B: Tensor) -> Tensor:
