@@ -134,9 +134,7 @@ def test_a_set_without_any_weight_has_the_plain_mean() -> None:
 
 
 positive = st.floats(1e-3, 1e3)
-trajectories = st.lists(
-    st.tuples(st.floats(-5, 5), positive, positive, st.floats(-2, 2)), min_size=2, max_size=12
-)
+trajectories = st.lists(st.tuples(st.floats(-5, 5), positive, positive, st.floats(-2, 2)), min_size=2, max_size=12)
 
 
 @given(trajectories, st.floats(-1, 1))

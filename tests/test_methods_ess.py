@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vcpo.methods.ess import effective_sample_size, largest_weight_share
@@ -23,6 +23,7 @@ def ess_of(values: list[float]) -> float:
 
 
 @given(weights)
+@settings(deadline=None)
 def test_ess_equals_its_definition_in_exact_fractions(values: list[int]) -> None:
     exact = Fraction(sum(values) ** 2, len(values) * sum(v * v for v in values))
     assert ess_of([float(v) for v in values]) == pytest.approx(float(exact), rel=1e-12)
@@ -53,6 +54,7 @@ def test_unknown_ess_is_nan_and_never_becomes_a_step_size(values: list[float]) -
 
 
 @given(log_ratios, st.floats(-50, 50), st.randoms())
+@settings(deadline=None)
 def test_ess_ignores_order_and_a_common_factor(values: list[float], shift: float, random) -> None:  # type: ignore[no-untyped-def]
     shuffled = list(values)
     random.shuffle(shuffled)
@@ -62,6 +64,7 @@ def test_ess_ignores_order_and_a_common_factor(values: list[float], shift: float
 
 
 @given(log_ratios)
+@settings(deadline=None)
 def test_ess_lies_between_one_over_b_and_one(values: list[float]) -> None:
     ess = float(effective_sample_size(torch.tensor(values, dtype=torch.float64)))
     assert 1 / len(values) * (1 - 1e-12) <= ess <= 1
