@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from functools import wraps
@@ -12,7 +13,7 @@ import typer
 import yaml
 from rich.console import Console
 
-from vcpo.config import RunConfig, load_config, set_dotted
+from vcpo.config import RunConfig, load_config, parse_config, parse_override, set_dotted
 from vcpo.errors import UserError
 
 app = typer.Typer(
@@ -76,14 +77,12 @@ def compare(
     """Run methods x seeds, then write a table and a figure (finished runs are kept)."""
     import os
 
-    from vcpo.config import read_recipe
     from vcpo.pipeline.compare import execute, plan
     from vcpo.report.comparison import write_comparison
 
-    section = read_recipe(recipe).get("compare") or {}
-    chosen_seeds = _parse_seeds(seeds) if seeds else list(section.get("seeds") or [1, 2, 3])
     names = [name.strip() for name in methods.split(",") if name.strip()]
-    runs = plan(recipe, names, chosen_seeds, _parse_overrides(overrides or []), out)
+    chosen_seeds = _parse_seeds(seeds) if seeds else None
+    runs = plan(recipe, names, chosen_seeds, dict(map(parse_override, overrides or [])), out)
     console = Console()
     failed = execute(runs, jobs or os.cpu_count() or 1, lambda text: console.print(text, markup=False))
     failures = {run.directory for run, _ in failed}
@@ -109,7 +108,7 @@ def evaluate(
 
     extra = []
     if task:
-        extra.append(f"task={task}")
+        extra.append(f"task={json.dumps(task)}")
     if problems:
         extra.append(f"eval.num_problems={problems}")
     if n:
@@ -119,15 +118,15 @@ def evaluate(
         if not directory.final_model.is_dir():
             raise UserError(f"the run {model!r} has no final model yet: name one of its checkpoints/step-*/model")
         data = config.to_plain()
-        for key, value in _parse_overrides([*extra, *(words or [])]).items():
-            set_dotted(data, key, value)
+        for word in [*extra, *(words or [])]:
+            set_dotted(data, *parse_override(word))
         data["model"] = {"path": str(directory.final_model), "dtype": config.model.dtype, "device": config.model.device}
         data["warm_start"] = {}
-        from vcpo.config import parse_config
-
         config = parse_config(data)
     else:
-        config = _config([*(words or []), f"model.path={model}", "model.init=null", "warm_start.steps=0", *extra])
+        config = _config(
+            [*(words or []), f"model.path={json.dumps(model)}", "model.init=null", "warm_start.steps=0", *extra]
+        )
     from vcpo.pipeline.standalone_eval import evaluate_model
 
     evaluate_model(config, model, out)
@@ -179,16 +178,6 @@ def _config(words: list[str] | None) -> RunConfig:
     words = list(words or [])
     recipe = Path(words.pop(0)) if words and "=" not in words[0] else None
     return load_config(recipe, words)
-
-
-def _parse_overrides(overrides: list[str]) -> dict[str, Any]:
-    parsed = {}
-    for override in overrides:
-        key, separator, text = override.partition("=")
-        if not separator:
-            raise UserError(f"override {override!r} must be written key.sub=value")
-        parsed[key] = yaml.safe_load(text)
-    return parsed
 
 
 def _parse_seeds(text: str) -> list[int]:

@@ -327,15 +327,19 @@ def load_config(recipe: Path | None, overrides: Sequence[str] = ()) -> RunConfig
     if recipe is not None:
         data = read_recipe(recipe)
     for override in overrides:
-        key, separator, text = override.partition("=")
-        if not separator or not key:
-            raise UserError(f"override {override!r} must be written key.sub=value")
-        try:
-            value = yaml.load(text, Loader=_Loader)
-        except yaml.YAMLError as error:
-            raise UserError(f"override {override!r}: the value is not valid YAML ({_first_line(error)})") from None
-        set_dotted(data, key, value)
+        set_dotted(data, *parse_override(override))
     return parse_config(data, source=str(recipe) if recipe else "configuration")
+
+
+def parse_override(override: str) -> tuple[str, Any]:
+    """Key and value of ``key.sub=value``, whose value is YAML. Raises UserError when it is not of that form."""
+    key, separator, text = override.partition("=")
+    if not separator or not key:
+        raise UserError(f"override {override!r} must be written key.sub=value")
+    try:
+        return key, yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise UserError(f"override {override!r}: the value is not valid YAML ({_first_line(error)})") from None
 
 
 def read_recipe(path: Path) -> dict[str, Any]:

@@ -7,12 +7,13 @@ manifest is written last and the directory renamed after it, so a crash or a ful
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,17 @@ def load_state(checkpoint: Path) -> RunState:
     """The state of a checkpoint that ``latest_intact`` has verified."""
     numbers = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
     return RunState(numbers, load_file(checkpoint / "state.safetensors"))
+
+
+@contextlib.contextmanager
+def disk_errors_explained(what: str, advice: str) -> Iterator[None]:
+    """Turn a full or unwritable disk inside the block into a UserError: ``what`` could not be written; ``advice``."""
+    try:
+        yield
+    except Exception as error:
+        if not _is_disk_error(error):
+            raise
+        raise UserError(f"{what} could not be written ({error}); {advice}") from error
 
 
 def replace_directory(target: Path, write: Callable[[Path], None]) -> None:

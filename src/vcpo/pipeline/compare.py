@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
@@ -38,15 +39,19 @@ class PlannedRun:
 
 
 def plan(
-    recipe: Path, names: Sequence[str], seeds: Sequence[int], overrides: dict[str, Any], out: Path
+    recipe: Path, names: Sequence[str], seeds: Sequence[int] | None, overrides: dict[str, Any], out: Path
 ) -> list[PlannedRun]:
     """Every run of the comparison, validated before any of them starts.
 
     names: variants of the recipe's ``compare.variants``, or names of methods; all variants of the recipe when empty.
+    seeds: those of the recipe's ``compare.seeds`` when ``None``.
     Raises UserError for an unknown name or an invalid configuration, naming the variant.
     """
     base = read_recipe(recipe)
-    variants: dict[str, dict[str, Any]] = dict((base.get("compare") or {}).get("variants") or {})
+    for key, value in overrides.items():
+        set_dotted(base, key, value)
+    section = parse_config(base, source=str(recipe)).compare
+    variants = section.variants
     chosen = list(names) or list(variants)
     if not chosen:
         raise UserError(f"{str(recipe)!r} has no compare.variants: name the methods to compare with --methods")
@@ -58,10 +63,10 @@ def plan(
             changes = {"method": name}
         else:
             raise UserError(f"unknown variant or method {name!r}{suggest(name, {**variants, **METHODS})}")
-        for seed in seeds:
+        for seed in section.seeds if seeds is None else seeds:
             data = json.loads(json.dumps(base))
             data.pop("compare", None)
-            for key, value in {**overrides, **changes, "seed": seed}.items():
+            for key, value in {**changes, "seed": seed}.items():
                 set_dotted(data, key, value)
             config = parse_config(data, source=f"variant {name!r} of {str(recipe)!r}")
             identity = {k: v for k, v in config.to_plain().items() if k != "output_dir"}
@@ -81,7 +86,8 @@ def execute(runs: Sequence[PlannedRun], jobs: int, note: Callable[[str], None]) 
     note(f"{len(runs)} runs, {len(runs) - len(todo)} finished before, {jobs} at a time")
     failed = []
     done = len(runs) - len(todo)
-    with _children() as start, ThreadPoolExecutor(jobs) as pool:
+    # the children are told before the pool waits for them
+    with ThreadPoolExecutor(jobs) as pool, _children() as start:
         futures = {pool.submit(_run, run, start): run for run in _spread(todo)}
         for future in as_completed(futures):
             run, last_words = futures[future], future.result()
@@ -124,22 +130,28 @@ def _run(run: PlannedRun, start: Callable[..., subprocess.Popen[str]]) -> str | 
 
 @contextmanager
 def _children() -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Start processes that are interrupted together when this block is left by an exception (Ctrl-C)."""
+    """Start processes that are interrupted together when this block is left by an exception (Ctrl-C, SIGTERM)."""
     running: list[subprocess.Popen[str]] = []
     stopping = False
+    lock = threading.Lock()
 
     def start(*args: Any, **kwargs: Any) -> subprocess.Popen[str]:
-        if stopping:
-            raise KeyboardInterrupt
-        process = subprocess.Popen(*args, **kwargs, start_new_session=os.name == "posix")
-        running.append(process)
-        return process
+        with lock:
+            if stopping:
+                raise KeyboardInterrupt
+            process = subprocess.Popen(*args, **kwargs, start_new_session=os.name == "posix")
+            running.append(process)
+            return process
 
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield start
     except BaseException:
-        stopping = True
+        with lock:
+            stopping = True
         for process in running:
             if process.poll() is None:
                 process.send_signal(signal.SIGINT)  # saves a checkpoint and ends
         raise
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 from collections.abc import Callable
@@ -12,13 +13,14 @@ from typing import Any
 class StopRequest:
     """Turns the first SIGINT or SIGTERM into a flag that the run loop reads between two steps.
 
-    abort: asked first; when it returns True, something has failed elsewhere, and the signal interrupts at once.
+    abort: asked first; when it returns True the signal interrupts at once, because there is nothing to save (before the
+        first step, where a run starts) or because something has failed elsewhere.
     note: told what the first signal does.
     """
 
     def __init__(self, note: Callable[[str], None]) -> None:
         self.requested = False
-        self.abort: Callable[[], bool] = lambda: False
+        self.abort: Callable[[], bool] = lambda: True
         self._note = note
         self._before: dict[signal.Signals, Any] = {}
 
@@ -38,4 +40,5 @@ class StopRequest:
         if self.requested or self.abort():
             raise KeyboardInterrupt
         self.requested = True
-        self._note("interrupted: finishing this step, then saving (once more to end at once)")
+        with contextlib.suppress(RuntimeError):  # Python refuses to print inside an interrupted print
+            self._note("interrupted: finishing this step, then saving (once more to end at once)")

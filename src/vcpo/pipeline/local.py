@@ -8,10 +8,12 @@ order in which groups were started, so the staleness bound holds by construction
 from __future__ import annotations
 
 import _thread
+import atexit
 import contextlib
 import multiprocessing
+import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -20,8 +22,8 @@ from torch import nn
 from vcpo.config import RunConfig
 from vcpo.errors import UserError
 from vcpo.pipeline.pacer import Pacer
-from vcpo.pipeline.rollouts import Grader, GroupStarter, StartedGroup
-from vcpo.pipeline.sampler_process import Failure, run_sampler
+from vcpo.pipeline.rollouts import Grader, GroupStarter, StartedGroup, Stopped
+from vcpo.pipeline.sampler_process import ENDING_SIGNALS, Failure, run_sampler
 from vcpo.pipeline.shared_weights import SharedWeights
 from vcpo.records import Group, SamplingParams, Trajectory
 
@@ -33,7 +35,7 @@ class SamplerDied(RuntimeError):
 class LocalRollouts:
     """Keeps the samplers busy and hands out graded minibatches.
 
-    stop_requested: asked while waiting for rollouts; when it returns True, ``minibatch`` raises KeyboardInterrupt.
+    stop_requested: asked while waiting for rollouts; when it returns True, ``minibatch`` raises Stopped.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class LocalRollouts:
         self._arrived: dict[int, list[Trajectory]] = {}
         self._ready: dict[int, Group] = {}
         self._failure: BaseException | None = None
+        self._waiting = False
         self._closing = False
 
         context = multiprocessing.get_context("spawn")
@@ -65,18 +68,21 @@ class LocalRollouts:
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
         self._load: list[int] = [0] * config.runtime.samplers  # responses asked for and not yet back
-        for index in range(config.runtime.samplers):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=run_sampler,
-                args=(index, config.to_plain(), params, self._weights, theirs),
-                name=f"vcpo-sampler-{index}",
-                daemon=True,
-            )
-            process.start()
-            theirs.close()  # so that our end sees the end of file when the sampler is gone
-            self._pipes.append(ours)
-            self._processes.append(process)
+        # multiprocessing waits for its processes at exit, and samplers end by neither SIGINT nor SIGTERM
+        atexit.register(self._kill)
+        with _children_ignore_signals():
+            for index in range(config.runtime.samplers):
+                ours, theirs = context.Pipe()
+                process = context.Process(
+                    target=run_sampler,
+                    args=(index, config.to_plain(), params, self._weights, theirs),
+                    name=f"vcpo-sampler-{index}",
+                    daemon=True,
+                )
+                process.start()
+                theirs.close()  # so that our end sees the end of file when the sampler is gone
+                self._pipes.append(ours)
+                self._processes.append(process)
         self._collector = threading.Thread(target=self._collect, name="vcpo-collector", daemon=True)
         self._collector.start()
 
@@ -104,28 +110,34 @@ class LocalRollouts:
         size = self._config.training.prompts_per_step
         ids = range(step * size, (step + 1) * size)
         with self._changed:
-            while not all(i in self._ready for i in ids):
-                if self._failure is not None:
-                    raise self._failure
-                if self._stop_requested():
-                    raise KeyboardInterrupt
-                self._changed.wait(0.2)  # woken by the collector; the time-out is for stop_requested
+            self._waiting = True
+            try:
+                while not all(i in self._ready for i in ids):
+                    if self._failure is not None:
+                        raise self._failure
+                    if self._stop_requested():
+                        raise Stopped
+                    self._changed.wait(0.2)  # woken by the collector; the time-out is for stop_requested
+            finally:
+                self._waiting = False
             return [self._ready.pop(i) for i in ids]
 
     def close(self) -> None:
         """End the samplers and the collector."""
         with self._changed:
             self._closing = True
-        for process in self._processes:
-            process.terminate()
-        for process in self._processes:
-            process.join(5)
-            if process.is_alive():
-                process.kill()
-                process.join()
+        self._kill()
         self._collector.join(5)
         for pipe in self._pipes:
             pipe.close()
+        atexit.unregister(self._kill)
+
+    def _kill(self) -> None:
+        """Samplers hold nothing that is worth an orderly end."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
 
     def _collect(self) -> None:
         """The collector thread. Whatever goes wrong here or in a sampler interrupts the main thread at once."""
@@ -141,7 +153,9 @@ class LocalRollouts:
                     return
                 self._failure = error
                 self._changed.notify_all()
-            _thread.interrupt_main()
+                # a waiting main thread is told by the condition; an interrupt would reach it while it is closing
+                if not self._waiting:
+                    _thread.interrupt_main()
 
     def _receive(self, index: int) -> None:
         try:
@@ -170,3 +184,21 @@ class LocalRollouts:
                     del self._started[group.id], self._arrived[group.id]
                     self._ready[group.id] = group
                     self._changed.notify_all()
+
+
+@contextlib.contextmanager
+def _children_ignore_signals() -> Iterator[None]:
+    """Processes started in this block ignore the ending signals from their first instruction on.
+
+    A sampler needs seconds to import what it needs before it can say so itself, and Ctrl-C in that time must not kill
+    it. Being ignored is inherited by a new program, a handler is not.
+    """
+    if threading.current_thread() is not threading.main_thread():  # elsewhere Python allows no handler
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in ENDING_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

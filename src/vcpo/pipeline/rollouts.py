@@ -18,13 +18,17 @@ from vcpo.tasks.registry import make_task
 from vcpo.tasks.rewards import RewardFunctions
 
 
+class Stopped(Exception):
+    """A stop was asked for while a minibatch was awaited; the learner is between two steps."""
+
+
 class Rollouts(Protocol):
     """A source of graded minibatches that is told about every new policy version."""
 
     def minibatch(self, step: int) -> list[Group]:
         """The groups that optimizer step ``step`` trains on, graded; waits for them.
 
-        Raises what went wrong in a sampler or a grader, as soon as it is known.
+        Raises what went wrong in a sampler or a grader, as soon as it is known, and Stopped when the run is to end.
         """
         ...
 
@@ -68,6 +72,7 @@ class GroupStarter:
     def __init__(self, prompts: PromptSource, first_group: int) -> None:
         self._prompts = prompts
         self._next_id = first_group
+        self._counts: dict[int, dict[str, float]] = {}
 
     def start(self, limit: int) -> list[StartedGroup]:
         """All groups with numbers below ``limit`` that have not been started yet."""
@@ -75,13 +80,21 @@ class GroupStarter:
         while self._next_id < limit:
             problem, prompt_ids, next_position = self._prompts.next()
             started.append(StartedGroup(self._next_id, problem, prompt_ids, next_position))
+            self._counts[self._next_id] = {
+                "prompts_skipped": float(self._prompts.skipped),
+                "prompts_truncated": float(self._prompts.truncated),
+            }
             self._next_id += 1
         return started
 
-    @property
-    def counts(self) -> dict[str, float]:
-        """Prompts skipped and truncated so far, for the metrics."""
-        return {"prompts_skipped": float(self._prompts.skipped), "prompts_truncated": float(self._prompts.truncated)}
+    def counts(self, group_id: int) -> dict[str, float]:
+        """Prompts skipped and truncated up to a group, for the metrics; earlier groups may not be asked for again.
+
+        Counted up to what is trained, not up to what has been started, so that a resumed run counts each prompt once.
+        """
+        for earlier in [id for id in self._counts if id < group_id]:
+            del self._counts[earlier]
+        return self._counts[group_id]
 
 
 class Grader:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,6 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from vcpo.config import ModelSection, RunConfig
-from vcpo.errors import UserError
 from vcpo.learner.learner import Learner, StepResult
 from vcpo.models.loading import end_token_ids, load_model
 from vcpo.observe.logger import Kind, Logger
@@ -18,12 +18,19 @@ from vcpo.observe.metrics import MetricsLog
 from vcpo.observe.progress import Progress
 from vcpo.observe.tensorboard import TensorBoardLogger
 from vcpo.observe.transcripts import TranscriptWriter
-from vcpo.pipeline.checkpoint import RunState, latest_intact, load_state, replace_directory, save_checkpoint
+from vcpo.pipeline.checkpoint import (
+    RunState,
+    disk_errors_explained,
+    latest_intact,
+    load_state,
+    replace_directory,
+    save_checkpoint,
+)
 from vcpo.pipeline.evaluate import Evaluator
 from vcpo.pipeline.interrupt import StopRequest
 from vcpo.pipeline.local import LocalRollouts
 from vcpo.pipeline.lockstep import LockstepRollouts
-from vcpo.pipeline.rollouts import Grader, GroupStarter, Rollouts, make_task_and_grader
+from vcpo.pipeline.rollouts import Grader, GroupStarter, Rollouts, Stopped, make_task_and_grader
 from vcpo.pipeline.run_directory import Mode, RunDirectory
 from vcpo.pipeline.snapshots import SnapshotRing
 from vcpo.pipeline.warm_start import warm_start
@@ -42,10 +49,10 @@ def train(config: RunConfig, mode: Mode = "new", make_report: bool = True, progr
     task, grader = make_task_and_grader(config)
     if config.eval.eval_steps:
         task.eval_problems(1)  # its UserError about missing evaluation data belongs here, too
-    directory = RunDirectory.open(config, mode)
     progress = progress or Progress(config.training.max_steps)
     with progress, StopRequest(progress.note) as stop:
-        run = _Run(config, directory, grader, progress, stop, resume=mode == "resume")
+        run = _Run(config, grader, progress, stop, mode)
+        directory = run.directory
         directory.record_start(run.learner.version if mode == "resume" else None)
         outcome = "failed"
         try:
@@ -57,8 +64,10 @@ def train(config: RunConfig, mode: Mode = "new", make_report: bool = True, progr
             outcome = "interrupted"
             raise
         finally:
+            stop.abort = lambda: False  # whatever fails now must not interrupt the closing
             run.close()
-            directory.record_end(outcome, step=run.learner.version)
+            with contextlib.suppress(OSError):  # a full disk: what has been raised says more
+                directory.record_end(outcome, step=run.learner.version)
     if make_report:
         from vcpo.report.html import write_report
 
@@ -73,14 +82,13 @@ class _Run:
     def __init__(
         self,
         config: RunConfig,
-        directory: RunDirectory,
         grader: Grader,
         progress: Progress,
         stop: StopRequest,
-        resume: bool,
+        mode: Mode,
     ) -> None:
         self.config = config
-        self.directory = directory
+        self.directory = directory = RunDirectory.check(config, mode)
         self.grader = grader
         self.progress = progress
         self.stop = stop
@@ -96,8 +104,10 @@ class _Run:
         if runtime.name == "lockstep":
             self.snapshots = SnapshotRing(runtime.max_staleness + 1)
 
+        resume = mode == "resume"
         checkpoint = latest_intact(directory.checkpoints, progress.note) if resume else None
         self.position = 0
+        self.counts: dict[str, float] = {}
         self.model: PreTrainedModel
         self.tokenizer: PreTrainedTokenizerBase
         if checkpoint is None:
@@ -111,11 +121,14 @@ class _Run:
             self.learner = self._make_learner()
             self._restore(load_state(checkpoint))
             progress.note(f"resuming at step {self.learner.version} from {checkpoint}")
+        # a model that cannot be loaded neither leaves a directory behind nor costs the run that it was to replace
+        RunDirectory.open(config, mode)
         self.is_new = checkpoint is None
-        resume_step = self.learner.version if resume else None
+        resume_step = None if self.is_new else self.learner.version
         self.loggers: list[Logger] = [MetricsLog(directory.path, resume_step, progress.note), progress]
         if config.logging.tensorboard:
-            self.loggers.append(TensorBoardLogger(directory.path, resume_step))
+            # resumed without a checkpoint: every event that is there is hidden
+            self.loggers.append(TensorBoardLogger(directory.path, -1 if resume and self.is_new else resume_step))
         self.transcripts = TranscriptWriter(
             directory.path, config.logging.transcript_steps, config.logging.transcripts_per_step
         )
@@ -128,6 +141,10 @@ class _Run:
     def loop(self, task: Any) -> None:
         """Warm start, then steps until the last one, evaluating and saving on the way."""
         config, learner = self.config, self.learner
+        if learner.version >= config.training.max_steps:
+            self.progress.note(f"the run is finished (step {learner.version}): writing its model again")
+            self._write_final_model()
+            return
         if self.is_new and config.warm_start.steps:
             with self.progress.phase("warm start", config.warm_start.steps) as report:
                 warm_start(self.model, self.tokenizer, task, config, self.threads_in_all, report, self.progress.note)
@@ -147,9 +164,12 @@ class _Run:
         prompts = PromptSource(
             task, self.tokenizer, config.seed, sampling.max_prompt_length, sampling.long_prompts, self.position
         )
+        prompts.skipped = int(self.counts.get("prompts_skipped", 0))
+        prompts.truncated = int(self.counts.get("prompts_truncated", 0))
         starter = GroupStarter(prompts, first_group=learner.version * config.training.prompts_per_step)
         if self.is_new and evaluator:
             self._evaluate(evaluator)
+        self.stop.abort = lambda: self.failure is not None  # from here on there is something to save
         self.rollouts = self._make_rollouts(params, starter)
         self.rollouts.publish(learner.version)
         last_saved = None if self.is_new else learner.version
@@ -158,10 +178,8 @@ class _Run:
                 break
             try:
                 result = self._step(self.rollouts, starter)
-            except KeyboardInterrupt:
-                if self.stop.requested and self.failure is None:
-                    break  # interrupted while waiting for rollouts: the learner is between two steps
-                raise
+            except Stopped:
+                break
             step = learner.version
             is_last = step == config.training.max_steps
             if evaluator and (step % config.eval.eval_steps == 0 or is_last):
@@ -179,14 +197,15 @@ class _Run:
                 f" {self.directory.path / 'config.yaml'} --resume"
             )
             raise KeyboardInterrupt
-        replace_directory(self.directory.final_model, self._write_model)
+        self._write_final_model()
 
     def close(self) -> None:
         """End the runtime and close the logs."""
         if self.rollouts is not None:
             self.rollouts.close()
         for logger in self.loggers:
-            logger.close()
+            with contextlib.suppress(OSError):  # a full disk has been reported by the write that met it
+                logger.close()
 
     def _make_learner(self) -> Learner:
         config = self.config
@@ -197,11 +216,9 @@ class _Run:
             return LockstepRollouts(
                 self.config, self.model, params, self.tokenizer, starter, self.grader, self.snapshots
             )
-        rollouts = LocalRollouts(
+        return LocalRollouts(
             self.config, self.model, params, starter, self.grader, stop_requested=lambda: self.stop.requested
         )
-        self.stop.abort = lambda: rollouts.failure is not None
-        return rollouts
 
     def _step(self, rollouts: Rollouts, starter: GroupStarter) -> StepResult:
         learner = self.learner
@@ -212,9 +229,10 @@ class _Run:
         rollouts.publish(learner.version)
         end = time.perf_counter()
         self.position = groups[-1].next_position
+        self.counts = starter.counts(groups[-1].id)
         metrics = {
             **result.metrics,
-            **starter.counts,
+            **self.counts,
             "time_sample": sampled - begin,  # in the local runtime: the time that the learner waited
             "time_train": end - sampled,
             "time_step": end - begin,
@@ -223,7 +241,8 @@ class _Run:
         if result.skipped:
             self.progress.note(f"step {learner.version} skipped: {result.skipped}")
         self._log("train", metrics)
-        self.transcripts.write(learner.version, groups, result, self._decode)
+        with self._disk_errors_explained("transcripts"):
+            self.transcripts.write(learner.version, groups, result, self._decode)
         return result
 
     def _evaluate(self, evaluator: Evaluator) -> None:
@@ -232,14 +251,14 @@ class _Run:
         self._log("eval", result.metrics)
 
     def _log(self, kind: Kind, metrics: dict[str, float]) -> None:
-        try:
+        with self._disk_errors_explained("metrics"):
             for logger in self.loggers:
                 logger.log(self.learner.version, kind, metrics)
-        except OSError as error:
-            raise UserError(
-                f"metrics cannot be written to {str(self.directory.path)!r} ({error}): free space and continue with"
-                " --resume from the last checkpoint"
-            ) from error
+
+    def _disk_errors_explained(self, what: str) -> contextlib.AbstractContextManager[None]:
+        return disk_errors_explained(
+            f"{what} in {str(self.directory.path)!r}", "free space and continue with --resume from the last checkpoint"
+        )
 
     def _decode(self, ids: Any) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=False))
@@ -247,7 +266,7 @@ class _Run:
     def _save(self) -> None:
         checkpoint = self.config.checkpoint
         numbers, tensors = self.learner.state()
-        numbers = {"learner": numbers, "position": self.position}
+        numbers = {"learner": numbers, "position": self.position, "counts": self.counts}
         tensors = {f"learner.{name}": tensor for name, tensor in tensors.items()}
         if self.snapshots is not None:
             tensors |= {f"snapshots.{name}": tensor for name, tensor in self.snapshots.state().items()}
@@ -261,12 +280,17 @@ class _Run:
 
     def _restore(self, state: RunState) -> None:
         self.position = state.numbers["position"]
+        self.counts = state.numbers["counts"]
         self.learner.load_state(state.numbers["learner"], _with_prefix(state.tensors, "learner."))
         if self.snapshots is not None:
             version = self.learner.version
             size = self.config.runtime.max_staleness + 1
             needed = range(max(0, version - size + 1), version + 1)
             self.snapshots.load_state(_with_prefix(state.tensors, "snapshots."), needed)
+
+    def _write_final_model(self) -> None:
+        with self._disk_errors_explained("the final model"):
+            replace_directory(self.directory.final_model, self._write_model)
 
     def _write_model(self, path: Path) -> None:
         self.model.save_pretrained(path)

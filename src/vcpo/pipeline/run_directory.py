@@ -20,7 +20,7 @@ Mode = Literal["new", "resume", "overwrite"]
 
 _CONFIG = "config.yaml"
 _MARKS = (_CONFIG, "metrics.jsonl", "checkpoints")
-# a resumed run may differ in how long it goes on and in what it writes, not in what it computes
+# a resumed run may differ in what it writes and in how long it goes on, not in what it computes
 _MAY_CHANGE = ("output_dir", "checkpoint", "logging", "compare")
 
 
@@ -34,8 +34,8 @@ class RunDirectory:
         self.report = path / "report.html"
 
     @classmethod
-    def open(cls, config: RunConfig, mode: Mode) -> RunDirectory:
-        """Create the directory, continue the run in it, or empty it first.
+    def check(cls, config: RunConfig, mode: Mode) -> RunDirectory:
+        """The directory, if ``open`` would accept it; changes nothing.
 
         Raises UserError when it holds a run and ``mode`` is new, holds none and ``mode`` is resume, holds something
         that is not a run and ``mode`` is overwrite, or holds a run with another configuration and ``mode`` is resume.
@@ -51,17 +51,22 @@ class RunDirectory:
                 f"output_dir {str(path)!r} already holds {'a run' if holds_run else 'files'}: continue it with"
                 " --resume, replace it with --overwrite, or choose another output_dir"
             )
-        if mode == "overwrite" and occupied:
-            if not holds_run:
-                raise UserError(
-                    f"output_dir {str(path)!r} holds files that are no run: choose another output_dir"
-                )
-            shutil.rmtree(path)
+        if mode == "overwrite" and occupied and not holds_run:
+            raise UserError(f"output_dir {str(path)!r} holds files that are no run: choose another output_dir")
         if mode == "resume":
             if not holds_run:
                 raise UserError(f"output_dir {str(path)!r} holds no run to resume")
             directory._check_same(config)
+        return directory
+
+    @classmethod
+    def open(cls, config: RunConfig, mode: Mode) -> RunDirectory:
+        """Create the directory, continue the run in it, or empty it first. Raises UserError as ``check`` does."""
+        directory = cls.check(config, mode)
+        path = directory.path
         try:
+            if mode == "overwrite" and path.is_dir():
+                shutil.rmtree(path)
             path.mkdir(parents=True, exist_ok=True)
             (path / _CONFIG).write_text(yaml.safe_dump(config.to_plain(), sort_keys=False), encoding="utf-8")
         except OSError as error:
@@ -109,6 +114,8 @@ class RunDirectory:
     def _check_same(self, config: RunConfig) -> None:
         before = parse_config(_read_yaml(self.path / _CONFIG), source=str(self.path / _CONFIG)).to_plain()
         now = config.to_plain()
+        if config.training.lr_scheduler_type == "constant":  # the other schedules depend on the number of steps
+            before["training"]["max_steps"] = now["training"]["max_steps"]
         for section in now:
             if section not in _MAY_CHANGE and before[section] != now[section]:
                 changed = _first_difference(before[section], now[section], section)

@@ -18,6 +18,8 @@ from vcpo.errors import UserError
 from vcpo.pipeline.shared_weights import SharedWeights
 from vcpo.records import GenerationRequest, SamplingParams
 
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -34,7 +36,9 @@ def run_sampler(
     index: int, plain_config: dict[str, object], params: SamplingParams, weights: SharedWeights, pipe: Connection
 ) -> None:
     """Entry point of a sampler process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the learner decides
+    # signals to the whole process group are for the learner, which saves, and then ends the samplers
+    for number in ENDING_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
     config = parse_config(plain_config)
     try:
         _decode_until_closed(config, params, weights, pipe)

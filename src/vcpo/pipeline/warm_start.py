@@ -1,7 +1,7 @@
 """A short supervised phase on generated demonstrations, so that a small new model is right sometimes.
 
-Its result depends only on the model, the task, the phase's own options, the seed and the number of threads, and is
-cached under their hash: runs that differ in method or staleness share one warm start.
+Its result depends only on the model, the demonstrations, the phase's own options, the seed and the number of threads,
+and is cached under their hash: runs that differ in method or staleness share one warm start.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ from vcpo.config import RunConfig
 from vcpo.errors import UserError
 from vcpo.learner.logprobs import trained_token_logits
 from vcpo.learner.packing import pack
+from vcpo.models.encoding import unknown_characters
 from vcpo.pipeline.snapshots import assign
-from vcpo.records import StopReason, Trajectory
+from vcpo.records import Problem, StopReason, Trajectory
 from vcpo.tasks.prompts import encode_prompt
 from vcpo.tasks.protocol import DemonstratedTask, Task
 
+_HASHED_DEMONSTRATIONS = 32  # enough to notice that the code or the data of a user's task has changed
 _WARM_UP = 20  # steps over which the learning rate rises; it then falls linearly to 0
 
 
@@ -55,21 +57,19 @@ def warm_start(
 
     threads: CPU threads for this phase, in which nothing else of the run is busy.
     report: called with steps done, steps in all, and the loss.
-    Raises UserError when the task has no demonstrations.
+    Raises UserError when the task has no demonstrations, or ones that the tokenizer cannot represent.
     """
     if not isinstance(task, DemonstratedTask):
         raise UserError(
             f"task {config.task.name!r} has no demonstrations for a warm start: set warm_start.steps=0, or give the"
             " task a method demonstration(problem, rng) -> str"
         )
-    path = cache_directory() / "warm-start" / f"{_content_hash(config, threads)}.safetensors"
-    if path.is_file():
-        try:
-            assign(model, load_file(path, device=str(model.device)))
-            note(f"warm start: from cache ({path})")
-            return
-        except (SafetensorError, KeyError, RuntimeError):
-            note(f"warm start: the cached file {path} is damaged and made again")
+    path = cache_directory() / "warm-start" / f"{_content_hash(config, task, threads)}.safetensors"
+    cached = _read_cache(path, model, note)
+    if cached is not None:
+        assign(model, cached)
+        note(f"warm start: from cache ({path})")
+        return
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
     try:
@@ -79,10 +79,29 @@ def warm_start(
     _store(path, {name: p.detach().cpu() for name, p in model.named_parameters()}, note)
 
 
-def _content_hash(config: RunConfig, threads: int) -> str:
+def _read_cache(path: Path, model: PreTrainedModel, note: Callable[[str], None]) -> dict[str, torch.Tensor] | None:
+    """The cached parameters; ``None`` when there are none, or the file is unreadable or not of this model."""
+    if not path.exists():
+        return None
+    try:
+        tensors = load_file(path, device=str(model.device))
+    except (SafetensorError, OSError) as error:
+        note(f"warm start: the cached file {path} cannot be read ({error}) and is made again")
+        return None
+    if {name: t.shape for name, t in tensors.items()} != {name: p.shape for name, p in model.named_parameters()}:
+        note(f"warm start: the cached file {path} does not fit the model and is made again")
+        return None
+    return tensors
+
+
+def _content_hash(config: RunConfig, task: DemonstratedTask, threads: int) -> str:
+    rng = random.Random(config.seed)
+    problems = [_problem(task, position, config.seed) for position in range(_HASHED_DEMONSTRATIONS)]
+    demonstrations = [(problem.prompt, task.demonstration(problem, rng)) for problem in problems]
     plain = config.to_plain()
     identity = {key: plain[key] for key in ("seed", "model", "task", "warm_start")}
     identity |= {"versions": [vcpo.__version__, torch.__version__], "threads": threads}
+    identity["demonstrations"] = demonstrations
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:24]
 
 
@@ -117,10 +136,16 @@ def _fit(
 def _demonstration(
     tokenizer: PreTrainedTokenizerBase, task: DemonstratedTask, position: int, seed: int, rng: random.Random
 ) -> Trajectory:
-    # positions from the far end of the data, so that reinforcement learning meets other problems
-    problem = task.train_problem((1 << 40) + position, seed)
+    problem = _problem(task, position, seed)
     prompt_ids = encode_prompt(tokenizer, problem)
-    answer: Any = tokenizer(task.demonstration(problem, rng), add_special_tokens=False)["input_ids"]
+    text = task.demonstration(problem, rng)
+    unknown = unknown_characters(tokenizer, text)
+    if unknown:
+        raise UserError(
+            f"problem {problem.id!r}: the tokenizer has no token for {', '.join(map(repr, unknown))} in the"
+            f" demonstration {text[:60]!r}; add what is missing to model.init.characters"
+        )
+    answer: Any = tokenizer(text, add_special_tokens=False)["input_ids"]
     response = np.array([*answer, tokenizer.eos_token_id], dtype=np.int64)
     return Trajectory(
         group_id=position,
@@ -133,6 +158,11 @@ def _demonstration(
         stop_reason=StopReason.EOS,
         start_version=0,
     )
+
+
+def _problem(task: Task, position: int, seed: int) -> Problem:
+    # positions from the far end of the data, so that reinforcement learning meets other problems
+    return task.train_problem((1 << 40) + position, seed)
 
 
 def _corrupt(batch: list[Trajectory], probability: float, rng: np.random.Generator) -> None:
@@ -153,5 +183,6 @@ def _store(path: Path, tensors: dict[str, torch.Tensor], note: Callable[[str], N
         save_file(tensors, beside)
         beside.replace(path)
     except (OSError, SafetensorError) as error:
-        beside.unlink(missing_ok=True)
         note(f"warm start: could not be cached in {path.parent} ({error}); the run goes on")
+    finally:
+        beside.unlink(missing_ok=True)
