@@ -74,7 +74,7 @@ def test_little_shared_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_cache_directory_that_cannot_be_made_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setenv("VCPO_CACHE", str(tmp_path / "file"))
     check = doctor._cache_directory()
     assert check.status == "warning"
-    assert "XDG_CACHE_HOME" in check.advice
+    assert "VCPO_CACHE" in check.advice

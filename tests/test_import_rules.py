@@ -25,7 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "learner": {"errors", "records", "config", "methods", "gradnorm", "models"},
     "observe": {"errors", "records"},
     "report": {"errors", "observe"},
-    "doctor": {"errors", "observe"},
+    "doctor": {"observe", "pipeline"},
     "pipeline": {
         "errors", "records", "plugins", "config", "methods", "tasks",
         "models", "sampler", "learner", "observe", "report",

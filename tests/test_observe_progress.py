@@ -128,15 +128,16 @@ def test_the_live_display_shows_bars_numbers_and_notes() -> None:
 def test_the_summary_names_the_run_its_numbers_and_its_report(tmp_path: Path) -> None:
     lines = [
         {"step": 0, "time": 100.0, "kind": "eval", "accuracy": 0.125},
-        {"step": 1, "time": 101.0, "kind": "train", **STEP, "skipped": 0, "tokens": 600, "time_step": 0.5},
-        {"step": 2, "time": 102.0, "kind": "train", **STEP, "skipped": 1, "tokens": 600, "time_step": 0.5},
+        {"step": 1, "time": 101.0, "kind": "train", **STEP, "skipped": 0},
+        {"step": 2, "time": 102.0, "kind": "train", **STEP, "skipped": 1},
         {"step": 2, "time": 175.0, "kind": "eval", "accuracy": 0.5},
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     output = io.StringIO()
     Progress(2, Console(file=output, width=200)).summary(tmp_path, tmp_path / "report.html")
     shown = output.getvalue()
-    for text in ("50.0% (at first 12.5%, best 50.0%)", "0.612", "7.5 mean, 16 max", "1,200", "1m 15s", "2 (1 skipped)"):
+    numbers = ("50.0% (at first 12.5%, best 50.0%)", "0.612", "7.5 mean, 16 max", "12,345 (median)", "1m 15s")
+    for text in (*numbers, "2 (1 skipped)"):
         assert text in shown
     assert str(tmp_path / "report.html") in shown
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import shutil
 import sys
@@ -156,13 +155,19 @@ def _shared_memory() -> Check:
 
 def _cache_directory() -> Check:
     """Warm starts are kept here."""
-    directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vcpo"
+    try:
+        from vcpo.pipeline.warm_start import cache_directory
+    except Exception as error:
+        return Check(
+            "storage", "training code", "missing", f"import fails: {error}", "reinstall torch and transformers"
+        )
+    directory = cache_directory()
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory) as file:
             file.write(b"x")
     except OSError as error:
-        advice = "make it writable, or point XDG_CACHE_HOME to another place"
+        advice = "make it writable, or let VCPO_CACHE name another place"
         return Check("storage", "cache directory", "warning", f"{directory}: {error.strerror}", advice)
     free = shutil.disk_usage(directory).free / 1e9
     return Check("storage", "cache directory", "ok", f"{directory} is writable, {free:.1f} GB free")

@@ -24,8 +24,8 @@ class RunSummary:
     steps: optimizer steps done. skipped: steps without an update because of non-finite numbers.
     eval_accuracies: of every evaluation, in order of steps. reward: mean over the last 10 steps.
     ess: median over all steps. lag_mean, lag_max: policy lag of the trained trajectories over all steps.
-    tokens_per_second: response tokens trained per second of step time. seconds: time from start to end, of every start
-    and resume; until a run has ended, the span of its metrics.
+    tokens_per_second: trained tokens, median over steps, so that waiting for the samplers to start does not count.
+    seconds: time from start to end, of every start and resume; until a run has ended, the span of its metrics.
     """
 
     steps: int
@@ -64,7 +64,7 @@ def summarize_lines(lines: Sequence[dict[str, Any]], sessions: Sequence[dict[str
     train = [line for line in lines if line["kind"] == "train"]
     rewards = finite_values(train[-_LAST_STEPS:], "reward")
     ess, lags = finite_values(train, "ess"), finite_values(train, "lag_mean")
-    tokens, durations = finite_values(train, "tokens"), finite_values(train, "time_step")
+    speeds = finite_values(train, "tokens_per_second")
     return RunSummary(
         steps=max((line["step"] for line in train), default=0),
         skipped=int(sum(finite_values(train, "skipped"))),
@@ -73,7 +73,7 @@ def summarize_lines(lines: Sequence[dict[str, Any]], sessions: Sequence[dict[str
         ess=statistics.median(ess) if ess else None,
         lag_mean=statistics.fmean(lags) if lags else None,
         lag_max=max(finite_values(train, "lag_max"), default=None),
-        tokens_per_second=sum(tokens) / sum(durations) if tokens and sum(durations) > 0 else None,
+        tokens_per_second=statistics.median(speeds) if speeds else None,
         seconds=_seconds(lines, sessions),
     )
 
@@ -88,7 +88,7 @@ def summary_rows(run: RunSummary) -> list[tuple[str, str]]:
         ("training reward", f"{fixed(run.reward)} (mean of the last steps)"),
         ("effective sample size", f"{fixed(run.ess)} (median)"),
         ("policy lag", f"{count(run.lag_mean)} mean, {count(run.lag_max)} max"),
-        ("tokens/s", count(run.tokens_per_second)),
+        ("tokens/s", f"{count(run.tokens_per_second)} (median)"),
         ("time", duration(run.seconds)),
         ("steps", f"{run.steps} ({run.skipped} skipped)"),
     ]

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from vcpo.report.figures import add_legend, line_style, scale_values, style
+from vcpo.report.figures import add_legend, line_style, scale_values, set_limits, style
 from vcpo.report.runs import RunData, series
 
 
@@ -58,7 +58,7 @@ def _draw_panel(axes: Axes, panel: _Panel, variants: Mapping[str, Sequence[RunDa
     axes.set_title(panel.title + (", geometric mean" if log else ""))
     axes.set_xlabel("optimizer step")
     if panel.share:
-        axes.set_ylim(0, 1.03)
+        set_limits(axes, 1.03)
     if panel.kind == "eval":
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))

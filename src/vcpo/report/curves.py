@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from vcpo.report.figures import add_legend, line_style, scale_values, smooth, style
+from vcpo.report.figures import add_legend, line_style, scale_values, set_limits, smooth, style
 from vcpo.report.runs import RunData, series
 
 _COLUMNS = 3
@@ -91,7 +91,7 @@ def _draw_panel(axes: Axes, panel: _Panel, runs: Sequence[RunData], window: int)
             axes.plot(*series(run.train, panel.upper), **look | {"linestyle": ":"}, linewidth=1.2)
     axes.set_title(panel.title + (" (dotted: max)" if panel.upper else ""))
     if panel.share or panel.percent:
-        axes.set_ylim(0, 1.03)
+        set_limits(axes, 1.03)
     if panel.percent:
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))

@@ -79,9 +79,14 @@ def scale_values(axes: Axes, values: Sequence[float], log: bool) -> None:
     if log and positive and max(positive) / min(positive) > _LOG_FROM:
         axes.set_yscale("log", nonpositive="mask")
     elif finite and min(finite) >= 0:
-        axes.set_ylim(0, 1.08 * max(finite) or 1.0)
+        set_limits(axes, 1.08 * max(finite) or 1.0)
     if axes.get_yscale() == "linear" and positive and max(positive) >= 1000:
         axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+
+
+def set_limits(axes: Axes, top: float) -> None:
+    """From zero to ``top``, with room for a line at zero to be seen above the axis."""
+    axes.set_ylim(-0.015 * top, top)
 
 
 def smooth(values: Sequence[float], window: int) -> np.ndarray[Any, np.dtype[np.float64]]:

@@ -87,7 +87,7 @@ def _headline(run: RunData) -> list[tuple[str, str, str]]:
         ("Training reward", fixed(summary.reward), "mean of the last steps"),
         ("Effective sample size", fixed(summary.ess), "median share of the minibatch"),
         ("Policy lag", count(summary.lag_mean), f"mean steps, {count(summary.lag_max)} at most"),
-        ("Tokens per second", count(summary.tokens_per_second), f"{summary.steps} optimizer steps"),
+        ("Tokens per second", count(summary.tokens_per_second), f"median, {summary.steps} steps"),
     ]
     return tiles
 
