@@ -144,7 +144,7 @@ def test_shared_baseline_waits_for_every_microbatch(max_tokens: int) -> None:
 
 
 @given(st.permutations(range(5)), st.randoms())
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 def test_update_does_not_depend_on_the_order_of_groups_and_members(order: list[int], random) -> None:  # type: ignore[no-untyped-def]
     model = make_model("gpt2")
     groups = make_groups(model, REWARDS, drift=1.0)
@@ -157,7 +157,7 @@ def test_update_does_not_depend_on_the_order_of_groups_and_members(order: list[i
 
 
 @given(st.floats(0.01, 100), st.floats(-10, 10))
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 def test_scaled_and_shifted_rewards_give_the_same_update(scale: float, shift: float) -> None:
     model = make_model("gpt2")
     rewards = [[1, 0, 0.25], [0, 3]]
