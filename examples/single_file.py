@@ -67,7 +67,9 @@ def sample(model: Qwen2ForCausalLM, prompts: torch.Tensor) -> tuple[torch.Tensor
         logprobs.append(logprobs_V.gather(-1, token))
         ids = torch.cat([ids, token], dim=1)
     responses = ids[:, prompts.shape[1] :]
-    mask = (responses == EOS).cumsum(1) - (responses == EOS).long() == 0  # everything after the first end is no response
+    mask = (responses == EOS).cumsum(1) - (
+        responses == EOS
+    ).long() == 0  # everything after the first end is no response
     return responses, torch.cat(logprobs, dim=1), mask
 
 

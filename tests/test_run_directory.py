@@ -29,7 +29,7 @@ def test_overwrite_empties_a_run_but_never_other_files(tmp_path: Path) -> None:
     assert not (run.path / "metrics.jsonl").exists()
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("important")
-    with pytest.raises(UserError, match="files that are not a run"):
+    with pytest.raises(UserError, match="files that are no run"):
         RunDirectory.open(config_for(tmp_path / "mine"), "overwrite")
     assert (tmp_path / "mine" / "thesis.tex").exists()
 

@@ -6,7 +6,7 @@ Token ids are kept exactly as they were sampled; nothing downstream re-derives t
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 Message = dict[str, str]
 
 
-class StopReason(str, Enum):
+class StopReason(StrEnum):
     """Why a response ended."""
 
     EOS = "eos"  # the model produced one of its end-of-sequence tokens

@@ -209,6 +209,8 @@ class _Run:
 
     def _make_learner(self) -> Learner:
         config = self.config
+        if config.model.gradient_checkpointing:
+            self.model.activation_checkpointing_enable()
         return Learner(self.model, config.method.spec, config.training, config.sampling.temperature)
 
     def _make_rollouts(self, params: SamplingParams, starter: GroupStarter) -> Rollouts:
