@@ -55,7 +55,7 @@ def test_the_files_hold_every_run_and_no_path_of_the_machine(
 ) -> None:
     out = tmp_path / "out"
     files = ComparisonTable(entries).write(out, command="vcpo compare recipe.yaml")
-    assert [path.name for path in files] == ["results.csv", "results.json", "comparison.png"]
+    assert [path.name for path in files] == ["results.csv", "results.json", "results.md", "comparison.png"]
     with (out / "results.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [(row["variant"], row["seed"], row["collapsed"], row["skipped_steps"]) for row in rows] == [

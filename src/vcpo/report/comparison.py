@@ -24,6 +24,7 @@ from vcpo.report.figures import save_png
 from vcpo.report.runs import RunData, load_runs
 
 _LAST_STEPS = 10
+_COLUMNS = ("seeds", "final acc.", "best acc.", "collapsed", "final ESS", "time")
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class ComparisonTable:
         self.variants = [_variant_result(name, [r for r in self.runs if r.variant == name]) for name in self._data]
 
     def write(self, out: Path, command: str = "") -> list[Path]:
-        """Write ``results.csv`` (one row per run), ``results.json`` and ``comparison.png`` into ``out``.
+        """Write ``results.csv`` (one row per run), ``results.json``, ``results.md`` and ``comparison.png`` into ``out``.
 
         Run directories are written relative to ``out``, so that they can be moved together.
 
@@ -95,26 +96,28 @@ class ComparisonTable:
             "runs": rows,
         }
         data.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-        return [table, data, save_png(draw_comparison(self._data), out / "comparison.png")]
+        markdown = out / "results.md"
+        markdown.write_text(self.markdown(), encoding="utf-8")
+        return [table, data, markdown, save_png(draw_comparison(self._data), out / "comparison.png")]
 
     def print(self, console: Console) -> None:
         """Print one row per variant."""
         table = Table(box=box.ROUNDED, title="Means over seeds (time per run)", title_justify="left")
         table.add_column("variant", style="bold")
-        for name in ("seeds", "final acc.", "best acc.", "collapsed", "final ESS", "time"):
+        for name in _COLUMNS:
             table.add_column(name, justify="right", no_wrap=True)
         for row in self.variants:
-            spread = "" if row.final_accuracy_sd is None else f" ± {100 * row.final_accuracy_sd:.1f}"
-            table.add_row(
-                Text(row.variant),
-                str(len(row.seeds)),
-                percent(row.final_accuracy_mean) + spread,
-                percent(row.best_accuracy_mean),
-                Text(f"{row.collapsed}/{len(row.seeds)}", style="bold red" if row.collapsed else ""),
-                fixed(row.final_ess_mean),
-                seconds(row.seconds_mean),
-            )
+            cells = [Text(cell) for cell in _cells(row)]
+            if row.collapsed:
+                cells[_COLUMNS.index("collapsed")].stylize("bold red")
+            table.add_row(Text(row.variant), *cells)
         console.print(table)
+
+    def markdown(self) -> str:
+        """The printed table as Markdown."""
+        rows = [("variant", *_COLUMNS), ("---", *("---:" for _ in _COLUMNS))]
+        rows += [(f"`{row.variant}`", *_cells(row)) for row in self.variants]
+        return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
 def write_comparison(entries: Sequence[tuple[str, int, Path]], out: Path, console: Console, command: str = "") -> None:
@@ -124,6 +127,18 @@ def write_comparison(entries: Sequence[tuple[str, int, Path]], out: Path, consol
     table.print(console)
     for path in files:
         console.print(Text(str(path)), soft_wrap=True)
+
+
+def _cells(row: VariantResult) -> tuple[str, ...]:
+    spread = "" if row.final_accuracy_sd is None else f" ± {100 * row.final_accuracy_sd:.1f}"
+    return (
+        str(len(row.seeds)),
+        percent(row.final_accuracy_mean) + spread,
+        percent(row.best_accuracy_mean),
+        f"{row.collapsed}/{len(row.seeds)}",
+        fixed(row.final_ess_mean),
+        seconds(row.seconds_mean),
+    )
 
 
 def _run_result(variant: str, seed: int, run_dir: Path, run: RunData) -> RunResult:
