@@ -2,11 +2,12 @@
 
 Name them in a recipe or on the command line, with weights if they should not count alike::
 
-    vcpo train recipes/gsm8k/cpu-smollm2.yaml \
-        'reward.reward_funcs=[examples/rewards.py:correct, examples/rewards.py:boxed]' 'reward.reward_weights=[1.0, 0.1]'
+    vcpo train RECIPE.yaml \
+        'reward.reward_funcs=[examples/rewards.py:correct, examples/rewards.py:boxed]' \
+        'reward.reward_weights=[1.0, 0.1]'
 
-Columns are the fields of the data rows, one list each; chat prompts come with chat completions. A function may be ``async``,
-and returns ``None`` for a response that it cannot score.
+Columns are the fields of the data rows, one list each; chat prompts come with chat completions. A function may be
+``async``, and returns ``None`` for a response that it cannot score.
 """
 
 from typing import Any

@@ -27,7 +27,7 @@ app.add_typer(model_app, name="model")
 
 _err = Console(stderr=True, soft_wrap=True)
 
-Words = Annotated[list[str] | None, typer.Argument(help="[RECIPE.yaml] [key.sub=value ...]", show_default=False)]
+Words = Annotated[list[str] | None, typer.Argument(help="RECIPE.yaml, then key.sub=value; each optional", show_default=False)]
 
 
 def _answers_mistakes(command: Callable[..., None]) -> Callable[..., None]:
@@ -55,7 +55,7 @@ def train(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run in output_dir.")] = False,
     make_report: Annotated[bool, typer.Option("--report/--no-report", help="Write report.html at the end.")] = True,
 ) -> None:
-    """Train a model: vcpo train [RECIPE.yaml] [key.sub=value ...]."""
+    """Train a model: vcpo train RECIPE.yaml key.sub=value ..."""
     if resume and overwrite:
         raise UserError("give --resume or --overwrite, not both")
     config = _config(words)
@@ -103,7 +103,7 @@ def evaluate(
     n: Annotated[int, typer.Option(help="Responses per problem.", min=0)] = 0,
     out: Annotated[Path | None, typer.Option(help="Write the result as JSON and the responses as JSONL here.")] = None,
 ) -> None:
-    """Measure accuracy on held-out problems: vcpo eval MODEL [RECIPE.yaml] [key.sub=value ...]."""
+    """Measure accuracy on held-out problems: vcpo eval MODEL RECIPE.yaml key.sub=value ..."""
     from vcpo.pipeline.run_directory import RunDirectory
 
     extra = []

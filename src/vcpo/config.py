@@ -80,7 +80,7 @@ class WarmStartSection(Section):
 
 
 class TaskSection(BaseModel):
-    """The task by name, or ``module:Name`` / ``file.py:Name`` for a user's own; other keys are the task's own options."""
+    """The task by name, or ``module:Name`` / ``file.py:Name`` for a user's own; other keys are its own options."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -237,9 +237,7 @@ Runtime = Annotated[LockstepRuntime | LocalRuntime, Field(discriminator="name")]
 class EvalSection(Section):
     """Evaluation on held-out problems."""
 
-    eval_steps: NonNegativeInt = Field(
-        0, description="evaluate every so many steps and at both ends; 0 for never"
-    )
+    eval_steps: NonNegativeInt = Field(0, description="evaluate every so many steps and at both ends; 0 for never")
     num_problems: PositiveInt = 128
     num_generations: PositiveInt = 1
     temperature: NonNegativeFloat = 1.0

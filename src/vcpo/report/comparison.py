@@ -76,7 +76,7 @@ class ComparisonTable:
         self.variants = [_variant_result(name, [r for r in self.runs if r.variant == name]) for name in self._data]
 
     def write(self, out: Path, command: str = "") -> list[Path]:
-        """Write ``results.csv`` (one row per run), ``results.json``, ``results.md`` and ``comparison.png`` into ``out``.
+        """Write ``results.csv`` (one row per run), ``results.json``, ``results.md`` and ``comparison.png``.
 
         Run directories are written relative to ``out``, so that they can be moved together.
 
@@ -114,9 +114,10 @@ class ComparisonTable:
         console.print(table)
 
     def markdown(self) -> str:
-        """The printed table as Markdown."""
-        rows = [("variant", *_COLUMNS), ("---", *("---:" for _ in _COLUMNS))]
-        rows += [(f"`{row.variant}`", *_cells(row)) for row in self.variants]
+        """The printed table as Markdown, without the times, which depend on what else the machine was doing."""
+        columns = _COLUMNS[:-1]
+        rows = [("variant", *columns), ("---", *("---:" for _ in columns))]
+        rows += [(f"`{row.variant}`", *_cells(row)[:-1]) for row in self.variants]
         return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
