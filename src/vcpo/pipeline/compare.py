@@ -108,11 +108,12 @@ def _spread(runs: Sequence[PlannedRun]) -> list[PlannedRun]:
 
 def _run(run: PlannedRun, start: Callable[..., subprocess.Popen[str]]) -> str | None:
     run.directory.parent.mkdir(parents=True, exist_ok=True)
-    recipe = run.directory.with_suffix(".yaml")
+    # appended, not with_suffix: a variant such as lr-1.2e-4 has a dot in its name, and its runs would share one file
+    recipe = run.directory.with_name(f"{run.directory.name}.yaml")
     recipe.write_text(yaml.safe_dump(run.config.to_plain(), sort_keys=False), encoding="utf-8")
     resumable = (run.directory / "checkpoints").is_dir() and any((run.directory / "checkpoints").glob("step-*"))
     mode = ["--resume"] if resumable else ["--overwrite"]
-    log = run.directory.with_suffix(".log")
+    log = run.directory.with_name(f"{run.directory.name}.log")
     with log.open("w", encoding="utf-8") as output:
         process = start(
             [sys.executable, "-m", "vcpo", "train", str(recipe), *mode, "--no-report"],
