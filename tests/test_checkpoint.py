@@ -34,6 +34,13 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     assert [p.name for p in list_checkpoints(tmp_path)] == ["step-000015", "step-000020"]
 
 
+def test_a_damaged_later_checkpoint_does_not_displace_a_new_one(tmp_path: Path) -> None:
+    save(tmp_path, 20)
+    (tmp_path / "step-000020" / "manifest.json").unlink()
+    save(tmp_path, 5, keep=1)
+    assert [p.name for p in list_checkpoints(tmp_path)] == ["step-000005"]
+
+
 @pytest.mark.parametrize("damage", ["truncate", "flip", "remove", "no manifest", "empty manifest"])
 def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(tmp_path: Path, damage: str) -> None:
     good, bad = save(tmp_path, 5), save(tmp_path, 10)

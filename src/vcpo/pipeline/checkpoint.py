@@ -38,7 +38,7 @@ class RunState:
 
 
 def save_checkpoint(directory: Path, step: int, save_model: Callable[[Path], None], state: RunState, keep: int) -> Path:
-    """Write the checkpoint of ``step`` and remove all but the newest ``keep``.
+    """Write the checkpoint of ``step`` and remove all but the newest ``keep`` up to it.
 
     Raises UserError when the disk is full or not writable; the previous checkpoints are then untouched.
     """
@@ -69,7 +69,10 @@ def save_checkpoint(directory: Path, step: int, save_model: Callable[[Path], Non
             f"the checkpoint of step {step} could not be written to {str(directory)!r} ({error}); {last}: free space"
             " and continue with --resume"
         ) from error
-    for old in list_checkpoints(directory)[:-keep]:
+    saved = list_checkpoints(directory)
+    # a later checkpoint was found damaged when the run was resumed before it; it must not count as one that is kept
+    damaged = [path for path in saved if path.name > target.name]
+    for old in [*damaged, *saved[: len(saved) - len(damaged)][:-keep]]:
         shutil.rmtree(old)
     return target
 
