@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from vcpo.config import ModelSection, RunConfig
-from vcpo.learner.learner import Learner, StepResult
+from vcpo.learner.learner import Learner
 from vcpo.models.loading import end_token_ids, load_model
 from vcpo.observe.logger import Kind, Logger
 from vcpo.observe.metrics import MetricsLog
@@ -177,7 +177,7 @@ class _Run:
             if self.stop.requested:
                 break
             try:
-                result = self._step(self.rollouts, starter)
+                self._step(self.rollouts, starter)
             except Stopped:
                 break
             step = learner.version
@@ -188,7 +188,6 @@ class _Run:
             if is_last or (save_steps and step % save_steps == 0):
                 self._save()
                 last_saved = step
-            del result
         if learner.version < config.training.max_steps:
             if last_saved != learner.version:
                 self._save()
@@ -222,7 +221,7 @@ class _Run:
             self.config, self.model, params, starter, self.grader, stop_requested=lambda: self.stop.requested
         )
 
-    def _step(self, rollouts: Rollouts, starter: GroupStarter) -> StepResult:
+    def _step(self, rollouts: Rollouts, starter: GroupStarter) -> None:
         learner = self.learner
         begin = time.perf_counter()
         groups = rollouts.minibatch(learner.version)
@@ -245,7 +244,6 @@ class _Run:
         self._log("train", metrics)
         with self._disk_errors_explained("transcripts"):
             self.transcripts.write(learner.version, groups, result, self._decode)
-        return result
 
     def _evaluate(self, evaluator: Evaluator) -> None:
         with self.progress.phase("evaluation", None) as phase:
