@@ -117,7 +117,7 @@ class Progress:
     def summary(self, run_dir: Path, report: Path | None = None) -> None:
         """Close the display and print what the run in ``run_dir`` came to, and where its report is."""
         self.close()
-        table = Table(title=f"Run {run_dir}", title_justify="left", box=box.ROUNDED, show_header=False)
+        table = Table(title=Text(f"Run {run_dir}"), title_justify="left", box=box.ROUNDED, show_header=False)
         table.add_column(style="bold")
         table.add_column(overflow="fold")
         for name, value in summary_rows(summarize(run_dir)):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from vcpo.config import RunConfig
 from vcpo.errors import UserError
@@ -35,7 +37,7 @@ def evaluate_model(config: RunConfig, name: str, out: Path | None) -> EvalResult
     evaluator = Evaluator(task, grader, tokenizer, config.eval, config.sampling, ends, config.seed)
     with Progress(0) as progress, progress.phase("evaluation") as phase:
         result = evaluator.run(model, phase)
-    table = Table(title=f"{name} on {config.task.name}", show_header=False)
+    table = Table(title=Text(f"{name} on {config.task.name}"), show_header=False)
     for key, value in result.metrics.items():
         table.add_row(key, f"{value:.4g}")
     Console().print(table)
@@ -46,7 +48,8 @@ def evaluate_model(config: RunConfig, name: str, out: Path | None) -> EvalResult
 
 def _write(result: EvalResult, config: RunConfig, out: Path) -> None:
     record = {
-        "metrics": result.metrics,
+        # JSON has no NaN, which is the reward where no response could be scored
+        "metrics": {name: value if math.isfinite(value) else None for name, value in result.metrics.items()},
         "command": sys.argv,
         "environment": environment(),
         "config": config.to_plain(),

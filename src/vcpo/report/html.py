@@ -14,7 +14,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from vcpo.observe.formatting import count, fixed, percent
-from vcpo.observe.summary import summary_rows
+from vcpo.observe.summary import finite_values, summary_rows
 from vcpo.observe.transcripts import DIRECTORY, HEADING
 from vcpo.report.collapse import is_collapsed
 from vcpo.report.curves import draw_runs
@@ -97,7 +97,7 @@ def _summary(run: RunData) -> dict[str, str]:
     if run.summary.eval_accuracies:
         rows["collapsed"] = "yes" if is_collapsed(run.summary.eval_accuracies) else "no"
     for name, key in (("median KL", "kl_k3"), ("median gradient norm", "grad_norm")):
-        values = [line[key] for line in run.train if key in line]
+        values = finite_values(run.train, key)
         if values:
             rows[name] = f"{statistics.median(values):.3g}"
     return rows
