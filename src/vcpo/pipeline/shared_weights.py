@@ -9,20 +9,47 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from ctypes import c_int64
+from dataclasses import dataclass
 from multiprocessing.context import SpawnContext
 
 import torch
 from torch import Tensor, nn
 
+from vcpo.errors import UserError
+
+_ALIGNMENT = 64  # bytes
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where in a buffer a parameter lies."""
+
+    start: int
+    stop: int
+    dtype: torch.dtype
+    shape: torch.Size
+
 
 class SharedWeights:
-    """Published parameters of a model. Passed to sampler processes as an argument of the process."""
+    """Published parameters of a model. Passed to sampler processes as an argument of the process.
+
+    A buffer is one block for all parameters, because every block of shared memory costs each process a file descriptor.
+    """
 
     def __init__(self, model: nn.Module, context: SpawnContext) -> None:
-        self._buffers = [
-            {name: torch.empty_like(p, device="cpu").share_memory_() for name, p in model.named_parameters()}
-            for _ in range(2)
-        ]
+        """Raises UserError when the machine has too little shared memory for two copies of the parameters."""
+        self._places: dict[str, _Place] = {}
+        size = 0
+        for name, p in model.named_parameters():
+            self._places[name] = _Place(size, size + p.numel() * p.element_size(), p.dtype, p.shape)
+            size = -(-self._places[name].stop // _ALIGNMENT) * _ALIGNMENT
+        try:
+            self._buffers: list[Tensor] = [torch.empty(size, dtype=torch.uint8).share_memory_() for _ in range(2)]
+        except RuntimeError as error:
+            raise UserError(
+                f"the local runtime needs {2 * size / 1e9:.2f} GB of shared memory for the weights ({error}): enlarge"
+                " it (in a container: docker run --shm-size=8g), or use runtime=lockstep"
+            ) from error
         self._version: c_int64 = context.RawValue(c_int64, -1)
 
     @property
@@ -35,19 +62,23 @@ class SharedWeights:
         previous = self.version
         if previous >= 0 and version != previous + 1:
             raise ValueError(f"version {version} published after {previous}")
-        buffer = self._buffers[version % 2]
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                buffer[name].copy_(parameter)
+                self._published(name, version).copy_(parameter)
         self._version.value = version
 
     def read(self, into: Mapping[str, Tensor]) -> int:
         """Copy the newest complete version into the tensors of the same names; returns which one it was."""
         while True:
             version = self.version
-            buffer = self._buffers[version % 2]
             with torch.no_grad():
                 for name, tensor in into.items():
-                    tensor.copy_(buffer[name])
+                    tensor.copy_(self._published(name, version))
             if self.version == version:
                 return version
+
+    def _published(self, name: str, version: int) -> Tensor:
+        """A parameter in the buffer of a version (a view)."""
+        place = self._places[name]
+        block: Tensor = self._buffers[version % 2]
+        return block[place.start : place.stop].view(place.dtype).view(place.shape)
