@@ -27,7 +27,9 @@ app.add_typer(model_app, name="model")
 
 _err = Console(stderr=True, soft_wrap=True)
 
-Words = Annotated[list[str] | None, typer.Argument(help="RECIPE.yaml, then key.sub=value; each optional", show_default=False)]
+Words = Annotated[
+    list[str] | None, typer.Argument(help="RECIPE.yaml, then key.sub=value; each optional", show_default=False)
+]
 
 
 def _answers_mistakes(command: Callable[..., None]) -> Callable[..., None]:
@@ -75,8 +77,7 @@ def compare(
     out: Annotated[Path, typer.Option(help="Where runs, table and figure go.")] = Path("runs/compare"),
 ) -> None:
     """Run methods x seeds, then write a table and a figure (finished runs are kept)."""
-    import os
-
+    from vcpo.observe.environment import usable_cores
     from vcpo.pipeline.compare import execute, plan
     from vcpo.report.comparison import write_comparison
 
@@ -84,7 +85,7 @@ def compare(
     chosen_seeds = _parse_seeds(seeds) if seeds else None
     runs = plan(recipe, names, chosen_seeds, dict(map(parse_override, overrides or [])), out)
     console = Console()
-    failed = execute(runs, jobs or os.cpu_count() or 1, lambda text: console.print(text, markup=False))
+    failed = execute(runs, jobs or usable_cores(), lambda text: console.print(text, markup=False))
     failures = {run.directory for run, _ in failed}
     finished = [(r.variant, r.seed, r.directory) for r in runs if r.directory not in failures]
     if finished:
@@ -103,7 +104,7 @@ def evaluate(
     n: Annotated[int, typer.Option(help="Responses per problem.", min=0)] = 0,
     out: Annotated[Path | None, typer.Option(help="Write the result as JSON and the responses as JSONL here.")] = None,
 ) -> None:
-    """Measure accuracy on held-out problems: vcpo eval MODEL RECIPE.yaml key.sub=value ..."""
+    """Measure accuracy on held-out problems: vcpo eval RUN [key.sub=value ...] or vcpo eval MODEL RECIPE.yaml [...]."""
     from vcpo.pipeline.run_directory import RunDirectory
 
     extra = []
@@ -117,11 +118,13 @@ def evaluate(
         directory, config = RunDirectory.of_finished_or_running(Path(model))
         if not directory.final_model.is_dir():
             raise UserError(f"the run {model!r} has no final model yet: name one of its checkpoints/step-*/model")
+        if words and "=" not in words[0]:
+            raise UserError(f"the run {model!r} brings its own configuration: leave out the recipe {words[0]!r}")
         data = config.to_plain()
-        for word in [*extra, *(words or [])]:
-            set_dotted(data, *parse_override(word))
         data["model"] = {"path": str(directory.final_model), "dtype": config.model.dtype, "device": config.model.device}
         data["warm_start"] = {}
+        for word in [*(words or []), *extra]:
+            set_dotted(data, *parse_override(word))
         config = parse_config(data)
     else:
         config = _config(
