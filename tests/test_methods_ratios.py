@@ -7,28 +7,11 @@ import torch
 
 from vcpo.methods.diagnostics import kl_k1, kl_k3, truncated_share
 from vcpo.methods.ratios import (
-    masked_log_ratios,
     sum_by_trajectory,
     trajectory_log_ratios,
     truncated_log_weights,
     truncated_weights,
 )
-
-
-def test_masked_positions_are_zero_before_anything_is_exponentiated() -> None:
-    logprobs = torch.tensor([[-1.0, math.inf, math.nan, -2.0]])
-    sampler = torch.tensor([[-1.5, -1.0, -1.0, -math.inf]])
-    mask = torch.tensor([[True, False, False, False]])
-    log_ratios = masked_log_ratios(logprobs, sampler, mask)
-    assert log_ratios.tolist() == [[0.5, 0.0, 0.0, 0.0]]
-    assert (log_ratios.exp() * mask).isfinite().all()
-
-
-def test_masked_positions_get_no_gradient() -> None:
-    logprobs = torch.tensor([-1.0, 800.0], requires_grad=True)
-    masked_log_ratios(logprobs, torch.zeros(2), torch.tensor([True, False])).exp().sum().backward()
-    assert logprobs.grad is not None
-    assert logprobs.grad.tolist() == [pytest.approx(math.exp(-1)), 0.0]
 
 
 def test_sums_are_double_precision_and_empty_trajectories_sum_to_zero() -> None:

@@ -131,7 +131,9 @@ class SamplingSection(Section):
     long_prompts: Literal["skip", "truncate", "error"] = Field(
         "skip", description="what to do with a prompt over max_prompt_length; skipped and truncated ones are counted"
     )
-    slots: PositiveInt = Field(128, description="responses decoded at the same time by one sampler")
+    slots: PositiveInt = Field(
+        128, description="responses decoded at the same time by one sampler (lockstep decodes its whole minibatch)"
+    )
 
     @model_validator(mode="after")
     def _no_truncated_sampling(self) -> SamplingSection:
@@ -203,7 +205,7 @@ class TrainingSection(Section):
 
 
 class LockstepRuntime(Section):
-    """One process and a virtual clock: exact lag schedules, bit-for-bit repeatable."""
+    """One process and a virtual clock: exact lag schedules, bit-for-bit repeatable on the CPU."""
 
     name: Literal["lockstep"]
     max_staleness: NonNegativeInt = Field(0, description="largest policy lag k, in optimizer steps; 0 is synchronous")

@@ -2,6 +2,8 @@
 
 Sums over the tokens of a trajectory are float64: a sequence log-ratio adds thousands of small float32 numbers of both
 signs. Packed token vectors (``_N``) hold the trained tokens of trajectory 0, then those of trajectory 1, and so on.
+Other tokens are left out before anything is exponentiated: a mask that multiplies a ratio afterwards turns an overflow
+into 0 * inf = NaN.
 """
 
 from __future__ import annotations
@@ -12,16 +14,6 @@ import torch
 from torch import Tensor
 
 from vcpo.methods.spec import RatioLevel
-
-
-def masked_log_ratios(logprobs_BT: Tensor, sampler_logprobs_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """Token log-ratios log pi - log mu, exactly 0 where the mask is False, whatever stands there.
-
-    The mask acts before anything is exponentiated: a mask that multiplies a ratio afterwards turns an overflow at a
-    padded position into 0 * inf = NaN.
-    """
-    ratios = logprobs_BT.double() - sampler_logprobs_BT.double()
-    return torch.where(mask_BT.bool(), ratios, 0.0)
 
 
 def sum_by_trajectory(values_N: Tensor, lengths_B: Tensor) -> Tensor:

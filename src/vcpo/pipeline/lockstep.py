@@ -1,4 +1,4 @@
-"""The lockstep runtime: one process, a virtual clock, exact lag schedules, bit-for-bit repeatable.
+"""The lockstep runtime: one process, a virtual clock, exact lag schedules, bit-for-bit repeatable on the CPU.
 
 A minibatch is sampled just before the step that trains on it, from snapshots of earlier weights:
 
