@@ -153,6 +153,9 @@ class LocalRollouts:
                     return
                 self._failure = error
                 self._changed.notify_all()
+                # the main thread may be sending to a sampler that itself waits until somebody reads what it sends
+                for process in self._processes:
+                    process.kill()
                 # a waiting main thread is told by the condition; an interrupt would reach it while it is closing
                 if not self._waiting:
                     _thread.interrupt_main()
@@ -160,7 +163,7 @@ class LocalRollouts:
     def _receive(self, index: int) -> None:
         try:
             message = self._pipes[index].recv()
-        except (EOFError, ConnectionResetError):
+        except (EOFError, OSError):  # OSError: killed in the middle of a message
             process = self._processes[index]
             process.join(5)
             reason = " (killed; out of memory?)" if process.exitcode == -9 else ""
@@ -174,7 +177,8 @@ class LocalRollouts:
                 f"{message.process}: {message.kind}: {message.message}\n"
                 f"--- traceback of the sampler process ---\n{message.traceback}"
             )
-        self._load[index] -= len(message)
+        with self._changed:
+            self._load[index] -= len(message)
         for trajectory in message:
             arrived = self._arrived[trajectory.group_id]
             arrived.append(trajectory)
