@@ -34,6 +34,18 @@ def test_overwrite_empties_a_run_but_never_other_files(tmp_path: Path) -> None:
     assert (tmp_path / "mine" / "thesis.tex").exists()
 
 
+def test_overwrite_spares_what_only_looks_like_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "other" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "other" / "config.yaml").write_text("site: blog\n")
+    with pytest.raises(UserError, match="files that are no run"):
+        RunDirectory.open(config_for(tmp_path / "other"), "overwrite")
+    assert (tmp_path / "other" / "checkpoints").exists()
+    run = RunDirectory.open(config_for(tmp_path / "run"), "new")
+    monkeypatch.chdir(run.path)
+    with pytest.raises(UserError, match="files that are no run"):
+        RunDirectory.open(config_for(run.path), "overwrite")
+
+
 def test_resume_needs_a_run_with_the_same_configuration(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no run to resume"):
         RunDirectory.open(config_for(tmp_path / "run"), "resume")

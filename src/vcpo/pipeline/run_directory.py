@@ -51,8 +51,11 @@ class RunDirectory:
                 f"output_dir {str(path)!r} already holds {'a run' if holds_run else 'files'}: continue it with"
                 " --resume, replace it with --overwrite, or choose another output_dir"
             )
-        if mode == "overwrite" and occupied and not holds_run:
-            raise UserError(f"output_dir {str(path)!r} holds files that are no run: choose another output_dir")
+        if mode == "overwrite" and occupied and not directory._may_be_emptied():
+            raise UserError(
+                f"output_dir {str(path)!r} holds files that are no run, or the working directory: choose another"
+                " output_dir"
+            )
         if mode == "resume":
             if not holds_run:
                 raise UserError(f"output_dir {str(path)!r} holds no run to resume")
@@ -110,6 +113,16 @@ class RunDirectory:
         beside = target.with_suffix(".tmp")
         beside.write_text(json.dumps(sessions, indent=2, default=str), encoding="utf-8")
         beside.replace(target)
+
+    def _may_be_emptied(self) -> bool:
+        """Whether this is a run's own directory: other programs, too, have a config.yaml and checkpoints."""
+        try:
+            keys = _read_yaml(self.path / _CONFIG).keys()
+        except UserError:
+            return False
+        return keys >= {"output_dir", "model", "task", "training"} and not Path.cwd().is_relative_to(
+            self.path.resolve()
+        )
 
     def _check_same(self, config: RunConfig) -> None:
         before = parse_config(_read_yaml(self.path / _CONFIG), source=str(self.path / _CONFIG)).to_plain()
