@@ -242,7 +242,7 @@ def test_one_at_a_time_fallback_gives_the_same_update(parts: dict[str, Any]) -> 
     layer.__class__ = type("Renamed", (type(layer),), {"forward": lambda self, x: type(self).__base__.forward(self, x)})
     with pytest.raises(UserError, match=r"layer of type Renamed"):
         Learner(model, spec, training(), 1.0)
-    learner = Learner(model, spec, training(max_tokens_per_microbatch=30), 1.0, fallback=True)
+    learner = Learner(model, spec, training(max_tokens_per_microbatch=30, gradient_norm_fallback=True), 1.0)
     result = learner.step(groups)
     assert distance(expected, model) < 1e-12
     assert result.squared_norms_B is not None

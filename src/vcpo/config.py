@@ -199,6 +199,9 @@ class TrainingSection(Section):
     max_tokens_per_microbatch: PositiveInt = Field(
         16384, description="tokens (prompts included) in one forward pass; one longer trajectory still fits alone"
     )
+    gradient_norm_fallback: bool = Field(
+        False, description="take norms one trajectory at a time if a layer has no rule, instead of refusing the model"
+    )
     max_skipped_steps: NonNegativeInt = Field(
         20, description="stop after this many consecutive steps with non-finite ratios or gradients"
     )

@@ -81,6 +81,8 @@ class Trajectory:
     logprobs_T: the sampler's log-probability of each token under the distribution it was drawn from.
     versions_T: the policy version (optimizer steps done) whose weights produced each token.
     start_version: the version in force when the trajectory was started; the policy lag is measured from it.
+    text: the decoded response without special tokens. A completed stop string stays in it, because graders look for
+        tags such as ``</answer>`` (vLLM leaves it out by default).
     """
 
     group_id: int

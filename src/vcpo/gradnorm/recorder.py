@@ -102,8 +102,9 @@ class GradientRecorder:
             if own and find_rule(module) is None:
                 raise UserError(
                     f"parameter {self._parameters[own[0]]!r} is in a layer of type {type(module).__name__}, for which"
-                    " there is no rule for per-trajectory gradient norms; freeze it, register a layer rule"
-                    " (vcpo.gradnorm.rules.layer_rule), or choose a method without gradient norms"
+                    " there is no rule for per-trajectory gradient norms; register one"
+                    " (vcpo.gradnorm.rules.layer_rule), set training.gradient_norm_fallback=true (slower), freeze the"
+                    " parameter, or choose a method without gradient norms"
                 )
             if own or isinstance(module, nn.Embedding):
                 self._layers.append((name, module))

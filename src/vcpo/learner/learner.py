@@ -63,13 +63,12 @@ class Learner:
         spec: MethodSpec,
         training: TrainingSection,
         temperature: float,
-        *,
-        fallback: bool = False,
     ) -> None:
         """temperature: at which the trajectories are sampled; ratios are between distributions at this temperature.
 
-        fallback: take gradient norms one trajectory at a time where a layer has no rule, instead of raising
-            UserError. Models with gradient checkpointing always do, because recorded rows would defeat it.
+        Raises UserError if the method needs gradient norms and a layer has no rule for them, unless
+        ``training.gradient_norm_fallback`` allows to take them one trajectory at a time. Models with gradient
+        checkpointing always do so, because recorded rows would defeat it.
         """
         self.model = model
         self.spec = spec
@@ -79,7 +78,7 @@ class Learner:
         self.optimizer = MasterAdamW(model, training)
         self._consecutive_skips = 0
         self._checkpointing = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
-        self._recorder = self._make_recorder(fallback) if spec.needs_norms else None
+        self._recorder = self._make_recorder() if spec.needs_norms else None
         # dropout would make the learner's distribution another than the sampler's; layers recompute only when training
         layers: nn.Module = model
         layers.eval()
@@ -159,12 +158,12 @@ class Learner:
         self._consecutive_skips = numbers["consecutive_skips"]
         self.optimizer.load_tensors(tensors)
 
-    def _make_recorder(self, fallback: bool) -> GradientRecorder | None:
+    def _make_recorder(self) -> GradientRecorder | None:
         if self._checkpointing:
             return None
         try:
             return GradientRecorder(self.model)
         except UserError:
-            if fallback:
+            if self.training.gradient_norm_fallback:
                 return None
             raise

@@ -248,6 +248,8 @@ class _Run:
     def _evaluate(self, evaluator: Evaluator) -> None:
         with self.progress.phase("evaluation", None) as phase:
             result = evaluator.run(self.model, phase)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # the evaluation's key/value memory, which samplers on the same device may need
         self._log("eval", result.metrics)
 
     def _log(self, kind: Kind, metrics: dict[str, float]) -> None:

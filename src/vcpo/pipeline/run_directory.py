@@ -20,8 +20,12 @@ Mode = Literal["new", "resume", "overwrite"]
 
 _CONFIG = "config.yaml"
 _MARKS = (_CONFIG, "metrics.jsonl", "checkpoints")
-# a resumed run may differ in what it writes and in how long it goes on, not in what it computes
-_MAY_CHANGE = ("output_dir", "checkpoint", "logging", "compare")
+# a resumed run may differ in what it writes, where it runs and how long it goes on, not in what it computes
+_MAY_CHANGE = {
+    "": ("output_dir", "checkpoint", "logging", "compare", "eval"),
+    "model": ("device",),
+    "runtime": ("samplers", "sampler_threads", "learner_threads"),
+}
 
 
 class RunDirectory:
@@ -46,11 +50,13 @@ class RunDirectory:
             raise UserError(f"output_dir {str(path)!r} is a file")
         occupied = path.is_dir() and any(path.iterdir())
         holds_run = occupied and any((path / mark).exists() for mark in _MARKS)
-        if mode == "new" and occupied:
+        if mode == "new" and holds_run:
             raise UserError(
-                f"output_dir {str(path)!r} already holds {'a run' if holds_run else 'files'}: continue it with"
-                " --resume, replace it with --overwrite, or choose another output_dir"
+                f"output_dir {str(path)!r} already holds a run: continue it with --resume, replace it with --overwrite,"
+                " or choose another output_dir"
             )
+        if mode == "new" and occupied:
+            raise UserError(f"output_dir {str(path)!r} is not empty: choose another output_dir")
         if mode == "overwrite" and occupied and not directory._may_be_emptied():
             raise UserError(
                 f"output_dir {str(path)!r} holds files that are no run, or the working directory: choose another"
@@ -129,17 +135,20 @@ class RunDirectory:
         now = config.to_plain()
         if config.training.lr_scheduler_type == "constant":  # the other schedules depend on the number of steps
             before["training"]["max_steps"] = now["training"]["max_steps"]
-        for section in now:
-            if section not in _MAY_CHANGE and before[section] != now[section]:
-                changed = _first_difference(before[section], now[section], section)
-                raise UserError(f"--resume needs the configuration of the interrupted run, but {changed}")
+        for section, keys in _MAY_CHANGE.items():
+            for key in keys:
+                (before[section] if section else before).pop(key, None)
+                (now[section] if section else now).pop(key, None)
+        if before != now:
+            changed = _first_difference(before, now, "")
+            raise UserError(f"--resume needs the configuration of the interrupted run, but {changed}")
 
 
 def _first_difference(before: Any, now: Any, key: str) -> str:
     if isinstance(before, dict) and isinstance(now, dict):
         for name in sorted(before.keys() | now.keys()):
             if before.get(name) != now.get(name):
-                return _first_difference(before.get(name), now.get(name), f"{key}.{name}")
+                return _first_difference(before.get(name), now.get(name), f"{key}.{name}" if key else name)
     return f"{key} was {before!r} and is now {now!r}"
 
 
