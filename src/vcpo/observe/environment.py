@@ -22,7 +22,7 @@ def environment() -> dict[str, Any]:
     """
     return {
         "python": platform.python_version(),
-        "platform": platform.platform(terse=True),
+        "platform": f"{platform.system()} {platform.machine()}",
         "packages": _versions(),
         "cpu": cpu_model(),
         "cores": usable_cores(),
