@@ -125,8 +125,17 @@ def _run(run: PlannedRun, start: Callable[..., subprocess.Popen[str]]) -> str | 
         code = process.wait()
     if code == 0:
         return None
-    lines = [line for line in log.read_text(encoding="utf-8").splitlines() if line.strip()]
-    return f"exit code {code}: {lines[-1] if lines else 'no output'} (see {log})"
+    return f"exit code {code}: {_last_words(log.read_text(encoding='utf-8'))} (see {log})"
+
+
+def _last_words(output: str) -> str:
+    """What stands unindented at the end: a traceback's exception with its notes, or the sentence of a UserError."""
+    words: list[str] = []
+    for line in reversed([line for line in output.splitlines() if line.strip()]):
+        if words and (line.startswith(" ") or len(words) == 3):
+            break
+        words.insert(0, line.strip())
+    return "; ".join(words) or "no output"
 
 
 @contextmanager
