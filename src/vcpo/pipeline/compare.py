@@ -45,7 +45,7 @@ def plan(
 
     names: variants of the recipe's ``compare.variants``, or names of methods; all variants of the recipe when empty.
     seeds: those of the recipe's ``compare.seeds`` when ``None``.
-    Raises UserError for an unknown name or an invalid configuration, naming the variant.
+    Raises UserError for an unknown name or an invalid configuration, naming the variant, and when there is no seed.
     """
     base = read_recipe(recipe)
     for key, value in overrides.items():
@@ -55,6 +55,9 @@ def plan(
     chosen = list(names) or list(variants)
     if not chosen:
         raise UserError(f"{str(recipe)!r} has no compare.variants: name the methods to compare with --methods")
+    seeds = section.seeds if seeds is None else seeds
+    if not seeds:
+        raise UserError(f"{str(recipe)!r} has no compare.seeds: name the seeds with --seeds")
     runs = []
     for name in chosen:
         if name in variants:
@@ -63,7 +66,7 @@ def plan(
             changes = {"method": name}
         else:
             raise UserError(f"unknown variant or method {name!r}{suggest(name, {**variants, **METHODS})}")
-        for seed in section.seeds if seeds is None else seeds:
+        for seed in seeds:
             data = json.loads(json.dumps(base))
             data.pop("compare", None)
             for key, value in {**changes, "seed": seed}.items():
