@@ -207,6 +207,35 @@ def test_a_first_checkpoint_that_does_not_fit_leaves_nothing_and_says_so(tmp_pat
     assert RunDirectory(tmp_path / "run").sessions()[-1]["outcome"] == "failed"
 
 
+@pytest.mark.parametrize(
+    ("limit", "sentence"),
+    [
+        (1_000, r"output_dir '.*run' cannot be written"),
+        (2_000, r"the record of this run in '.*run' could not be written .*free space and start again"),
+        (6_000, r"metrics in '.*run' could not be written .*continue with --resume from the last checkpoint"),
+    ],
+)
+def test_whatever_else_does_not_fit_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int, sentence: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["vcpo", "train", "long" * 600])  # longer on disk than the configuration
+    with pytest.raises(UserError, match=sentence), largest_file(limit):
+        run_with(tmp_path, "training.max_steps=9")
+
+
+def test_a_report_that_does_not_fit_leaves_a_finished_run(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path / "run", "training.max_steps=1")
+    with (
+        pytest.raises(
+            UserError, match=r"report.html' could not be written .*the run is finished: .* vcpo report .*run$"
+        ),
+        largest_file(60_000),
+    ):
+        train(config)
+    assert RunDirectory(tmp_path / "run").is_finished
+    assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
+
+
 @pytest.mark.slow
 def test_a_full_disk_ends_the_command_with_the_last_intact_checkpoint(tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path / "tiny.yaml", "training.max_steps=2", "checkpoint.save_steps=1")

@@ -143,6 +143,19 @@ def test_reporting_what_is_no_run(tmp_path: Path) -> None:
     assert "is not a run directory" in refused("report", tmp_path / "nowhere")
 
 
+def test_places_that_cannot_be_written(recipe: Path, finished_run: Path) -> None:
+    below_a_file = recipe / "below"
+    for arguments in (
+        ("train", recipe, f"output_dir={below_a_file}"),
+        ("compare", recipe, "--methods=vcpo", "--seeds=1", "--out", below_a_file),
+        ("eval", finished_run, "--out", below_a_file),
+        ("report", finished_run, "--out", below_a_file),
+    ):
+        sentence = refused(*arguments)
+        assert "cannot be written" in sentence
+        assert str(recipe) in sentence
+
+
 def test_fetching_into_an_existing_directory(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert str(tmp_path) in refused("model", "fetch-smollm2", tmp_path)

@@ -147,7 +147,11 @@ def report(
 
     for run in runs:
         RunDirectory.of_finished_or_running(run)
-    path = write_report(list(runs), out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html")))
+    path = out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
+    try:
+        write_report(list(runs), path)
+    except OSError as error:
+        raise UserError(f"the report {str(path)!r} cannot be written: {error}") from None
     Console().print(f"report: {path}", markup=False)
 
 

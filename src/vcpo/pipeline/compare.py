@@ -84,7 +84,13 @@ def execute(runs: Sequence[PlannedRun], jobs: int, note: Callable[[str], None]) 
     """Run what is not finished, ``jobs`` at a time; returns the runs that failed with the last words of each.
 
     The seeds of one variant may share a warm start through its cache, so the first run of each warm start goes first.
+    Raises UserError when a run's directory cannot be made.
     """
+    for parent in {run.directory.parent for run in runs}:
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"the runs cannot be written to {str(parent)!r}: {error}") from None
     todo = [run for run in runs if not RunDirectory(run.directory).is_finished]
     note(f"{len(runs)} runs, {len(runs) - len(todo)} finished before, {jobs} at a time")
     failed = []
@@ -110,7 +116,6 @@ def _spread(runs: Sequence[PlannedRun]) -> list[PlannedRun]:
 
 
 def _run(run: PlannedRun, start: Callable[..., subprocess.Popen[str]]) -> str | None:
-    run.directory.parent.mkdir(parents=True, exist_ok=True)
     # appended, not with_suffix: a variant such as lr-1.2e-4 has a dot in its name, and its runs would share one file
     recipe = run.directory.with_name(f"{run.directory.name}.yaml")
     recipe.write_text(yaml.safe_dump(run.config.to_plain(), sort_keys=False), encoding="utf-8")

@@ -53,7 +53,8 @@ def train(config: RunConfig, mode: Mode = "new", make_report: bool = True, progr
     with progress, StopRequest(progress.note) as stop:
         run = _Run(config, grader, progress, stop, mode)
         directory = run.directory
-        directory.record_start(run.learner.version if mode == "resume" else None)
+        with disk_errors_explained(f"the record of this run in {str(directory.path)!r}", "free space and start again"):
+            directory.record_start(run.learner.version if mode == "resume" else None)
         outcome = "failed"
         try:
             run.loop(task)
@@ -71,7 +72,11 @@ def train(config: RunConfig, mode: Mode = "new", make_report: bool = True, progr
     if make_report:
         from vcpo.report.html import write_report
 
-        write_report([directory.path], directory.report)
+        with disk_errors_explained(
+            f"the report {str(directory.report)!r}",
+            f"the run is finished: free space and write it with: vcpo report {directory.path}",
+        ):
+            write_report([directory.path], directory.report)
         progress.summary(directory.path, directory.report)
     return directory.path
 
