@@ -27,7 +27,7 @@ class Fit:
         self.losses: list[float] = []
         self.model, tokenizer = load_model(config.model, config.seed)
         task = task or make_task(config.task.name, config.task.params)
-        warm_start(self.model, tokenizer, task, config, 1, self._report, self.notes.append)
+        warm_start(self.model, tokenizer, task, config, self._report, self.notes.append)
 
     def _report(self, done: int, total: int, detail: str) -> None:
         self.losses.append(float(detail.removeprefix("loss ")))
@@ -100,3 +100,49 @@ def test_a_task_without_demonstrations_is_refused() -> None:
 def test_demonstrations_with_unknown_characters_are_refused_by_name() -> None:
     with pytest.raises(UserError, match=r"'\+'"):
         Fit(config_with(), Foreign())
+
+
+def test_a_cached_file_of_another_model_is_said_and_made_again() -> None:
+    """Nothing of it may reach the model: the new warm start would begin from other weights."""
+    first = Fit(config_with())
+    (path,) = (cache_directory() / "warm-start").glob("*.safetensors")
+    Fit(config_with("model.init.num_hidden_layers=2"))
+    (other,) = set((cache_directory() / "warm-start").glob("*.safetensors")) - {path}
+    path.write_bytes(other.read_bytes())
+    second = Fit(config_with())
+    assert "does not fit the model and is made again" in second.notes[0]
+    assert same(first, second)
+
+
+class Constant(Undemonstrated):
+    """A task whose answers can change without its name or its options."""
+
+    def __init__(self, answer: str) -> None:
+        self._answer = answer
+
+    def demonstration(self, problem: Problem, rng: object) -> str:
+        return self._answer
+
+
+def test_other_demonstrations_of_a_task_of_the_same_name_are_not_taken_from_the_cache() -> None:
+    assert Fit(config_with(), Constant("1")).losses != []
+    assert Fit(config_with(), Constant("2")).losses != []
+    assert Fit(config_with(), Constant("1")).losses == []
+
+
+def test_a_cache_that_cannot_be_written_costs_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("VCPO_CACHE", str(tmp_path / "file"))
+    fit = Fit(config_with())
+    assert len(fit.losses) == 30
+    assert "could not be cached" in fit.notes[0]
+
+
+def test_the_global_random_state_does_not_matter() -> None:
+    torch.manual_seed(1)
+    first = Fit(config_with())
+    next((cache_directory() / "warm-start").glob("*.safetensors")).unlink()
+    torch.manual_seed(2)
+    second = Fit(config_with())
+    assert second.losses != []
+    assert same(first, second)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -18,7 +19,9 @@ def unknown_characters(tokenizer: PreTrainedTokenizerBase, text: str) -> list[st
     """
     if len(tokenizer) >= _BYTES:
         return []
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    if tokenizer.decode(ids) == text:
-        return []
-    return [character for character in dict.fromkeys(text) if not tokenizer.encode(character, add_special_tokens=False)]
+    return [character for character in dict.fromkeys(text) if not _has_token(tokenizer, character)]
+
+
+@lru_cache(maxsize=4096)
+def _has_token(tokenizer: PreTrainedTokenizerBase, character: str) -> bool:
+    return bool(tokenizer.encode(character, add_special_tokens=False))

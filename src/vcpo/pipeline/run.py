@@ -103,9 +103,6 @@ class _Run:
         threads = runtime.threads if runtime.name == "lockstep" else runtime.learner_threads
         if threads:
             torch.set_num_threads(threads)
-        self.threads_in_all = threads
-        if runtime.name == "local":
-            self.threads_in_all += runtime.samplers * runtime.sampler_threads
         if runtime.name == "lockstep":
             self.snapshots = SnapshotRing(runtime.max_staleness + 1)
 
@@ -152,7 +149,7 @@ class _Run:
             return
         if self.is_new and config.warm_start.steps:
             with self.progress.phase("warm start", config.warm_start.steps) as report:
-                warm_start(self.model, self.tokenizer, task, config, self.threads_in_all, report, self.progress.note)
+                warm_start(self.model, self.tokenizer, task, config, report, self.progress.note)
         ends = end_token_ids(self.model, self.tokenizer)
         evaluator = None
         if config.eval.eval_steps:

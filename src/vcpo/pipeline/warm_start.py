@@ -49,13 +49,11 @@ def warm_start(
     tokenizer: PreTrainedTokenizerBase,
     task: Task,
     config: RunConfig,
-    threads: int,
     report: Callable[[int, int, str], None],
     note: Callable[[str], None],
 ) -> None:
     """Train the model in place on noisy demonstrations, or take the cached result.
 
-    threads: CPU threads for this phase, in which nothing else of the run is busy.
     report: called with steps done, steps in all, and the loss.
     Raises UserError when the task has no demonstrations, or ones that the tokenizer cannot represent.
     """
@@ -64,18 +62,13 @@ def warm_start(
             f"task {config.task.name!r} has no demonstrations for a warm start: set warm_start.steps=0, or give the"
             " task a method demonstration(problem, rng) -> str"
         )
-    path = cache_directory() / "warm-start" / f"{_content_hash(config, task, threads)}.safetensors"
+    path = cache_directory() / "warm-start" / f"{_content_hash(config, task)}.safetensors"
     cached = _read_cache(path, model, note)
     if cached is not None:
         assign(model, cached)
         note(f"warm start: from cache ({path})")
         return
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads or before)
-    try:
-        _fit(model, tokenizer, task, config, report)
-    finally:
-        torch.set_num_threads(before)
+    _fit(model, tokenizer, task, config, report)
     _store(path, {name: p.detach().cpu() for name, p in model.named_parameters()}, note)
 
 
@@ -94,13 +87,13 @@ def _read_cache(path: Path, model: PreTrainedModel, note: Callable[[str], None])
     return tensors
 
 
-def _content_hash(config: RunConfig, task: DemonstratedTask, threads: int) -> str:
+def _content_hash(config: RunConfig, task: DemonstratedTask) -> str:
     rng = random.Random(config.seed)
     problems = [_problem(task, position, config.seed) for position in range(_HASHED_DEMONSTRATIONS)]
     demonstrations = [(problem.prompt, task.demonstration(problem, rng)) for problem in problems]
     plain = config.to_plain()
     identity = {key: plain[key] for key in ("seed", "model", "task", "warm_start")}
-    identity |= {"versions": [vcpo.__version__, torch.__version__], "threads": threads}
+    identity |= {"versions": [vcpo.__version__, torch.__version__], "threads": torch.get_num_threads()}
     identity["demonstrations"] = demonstrations
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:24]
 
