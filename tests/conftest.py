@@ -24,7 +24,6 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a finished lockstep run with evaluations, checkpoints and transcripts. Only to be read."""
     # these import transformers, which most test files need not wait for
     from run_cases import tiny_config
-
     from vcpo.pipeline.run import train
 
     directory = tmp_path_factory.mktemp("finished") / "run"

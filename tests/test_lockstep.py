@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from reward_cases import digit_mean
 from run_cases import assert_equal_weights, final_weights, timeless_metrics, tiny_config
-
 from vcpo.config import RunConfig
 from vcpo.learner.learner import Learner
 from vcpo.models.loading import end_token_ids, load_model

@@ -7,6 +7,8 @@ import signal
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
+
 from run_cases import (
     InterruptAfter,
     assert_equal_weights,
@@ -15,8 +17,6 @@ from run_cases import (
     tiny_config,
     train_steps,
 )
-from safetensors.torch import load_file
-
 from vcpo.config import RunConfig
 from vcpo.errors import UserError
 from vcpo.observe.metrics import read_metrics

@@ -14,6 +14,7 @@ import multiprocessing
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -70,7 +71,7 @@ class LocalRollouts:
         self._load: list[int] = [0] * config.runtime.samplers  # responses asked for and not yet back
         # multiprocessing waits for its processes at exit, and samplers end by neither SIGINT nor SIGTERM
         atexit.register(self._kill)
-        with _children_ignore_signals():
+        with _children_block_signals():
             for index in range(config.runtime.samplers):
                 ours, theirs = context.Pipe()
                 process = context.Process(
@@ -191,18 +192,19 @@ class LocalRollouts:
 
 
 @contextlib.contextmanager
-def _children_ignore_signals() -> Iterator[None]:
-    """Processes started in this block ignore the ending signals from their first instruction on.
+def _children_block_signals() -> Iterator[None]:
+    """Processes started in this block are deaf to the ending signals from their first instruction on.
 
-    A sampler needs seconds to import what it needs before it can say so itself, and Ctrl-C in that time must not kill
-    it. Being ignored is inherited by a new program, a handler is not.
+    A sampler needs seconds to import what it needs before it can ignore them itself, and Ctrl-C in that time must not
+    kill it. A new program inherits which signals are blocked. Here they stay pending until the end of the block.
     """
-    if threading.current_thread() is not threading.main_thread():  # elsewhere Python allows no handler
+    if not hasattr(signal, "pthread_sigmask"):  # Windows, where processes have no signals from outside
         yield
         return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in ENDING_SIGNALS}
+    # the first process started in this way brings a resource tracker along, whose start would lift the block
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -43,7 +43,7 @@ def run_sampler(
     try:
         _decode_until_closed(config, params, weights, pipe)
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        return  # the learner is gone or has closed the run
+        os._exit(0)  # the learner is gone: taking the interpreter down in order would keep this process for seconds
     except BaseException as error:
         failure = Failure(
             process=f"sampler {index} (pid {os.getpid()})",

@@ -6,6 +6,7 @@ and is cached under their hash: runs that differ in method or staleness share on
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -74,7 +75,7 @@ def warm_start(
 
 def _read_cache(path: Path, model: PreTrainedModel, note: Callable[[str], None]) -> dict[str, torch.Tensor] | None:
     """The cached parameters; ``None`` when there are none, or the file is unreadable or not of this model."""
-    if not path.exists():
+    if not os.path.exists(path):  # False also below a directory that may not be read, where Path.exists raises
         return None
     try:
         tensors = load_file(path, device=str(model.device))
@@ -178,4 +179,5 @@ def _store(path: Path, tensors: dict[str, torch.Tensor], note: Callable[[str], N
     except (OSError, SafetensorError) as error:
         note(f"warm start: could not be cached in {path.parent} ({error}); the run goes on")
     finally:
-        beside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)
