@@ -73,6 +73,13 @@ def rollouts_of(config: RunConfig, task: Any = None) -> Iterator[tuple[LocalRoll
         assert [p for p in psutil.Process().children(recursive=True) if "sampler" in " ".join(p.cmdline())] == []
 
 
+def go_on(rollouts: LocalRollouts, steps: range) -> None:
+    """Publish and take minibatches as a learner that changes nothing."""
+    for step in steps:
+        rollouts.publish(step)
+        rollouts.minibatch(step)
+
+
 def sampler_pids() -> list[int]:
     return [p.pid for p in psutil.Process().children() if "spawn_main" in " ".join(p.cmdline())]
 
@@ -126,9 +133,7 @@ def test_a_killed_sampler_ends_the_run_within_seconds_naming_the_process() -> No
         os.kill(pid, signal.SIGKILL)
         killed = time.monotonic()
         with pytest.raises((SamplerDied, KeyboardInterrupt)):  # interrupts the main thread, wherever it is
-            for step in range(1, 50):
-                rollouts.publish(step)
-                rollouts.minibatch(step)
+            go_on(rollouts, range(1, 50))
         assert time.monotonic() - killed < SECONDS
         assert isinstance(rollouts.failure, SamplerDied)
         assert str(pid) in str(rollouts.failure)
@@ -150,11 +155,8 @@ def test_an_exception_in_a_sampler_arrives_with_its_own_message() -> None:
 
 def test_an_exception_in_a_grader_is_raised_as_it_is() -> None:
     with rollouts_of(config_with(), FailingTask(after=2)) as (rollouts, _):
-        rollouts.publish(0)
         with pytest.raises((ZeroDivisionError, KeyboardInterrupt)):
-            for step in range(5):
-                rollouts.minibatch(step)
-                rollouts.publish(step + 1)
+            go_on(rollouts, range(5))
         assert isinstance(rollouts.failure, ZeroDivisionError)
         assert str(rollouts.failure) == "the user's grader divided by zero"
 
