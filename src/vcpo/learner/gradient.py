@@ -103,7 +103,9 @@ class GradientAssembly:
             for members in self._cut(minibatch.active_B):
                 pending = self._record(self._recorder, members, pending)
             if pending and self.problem is None:
-                raise RuntimeError("a baseline stayed unknown: the gradient would lack the trajectories that wait for it")
+                raise RuntimeError(
+                    "a baseline stayed unknown: the gradient would lack the trajectories that wait for it"
+                )
 
     def blame(self) -> str:
         """A sentence on a gradient that is not finite, with the name of the first trajectory whose own is not."""
