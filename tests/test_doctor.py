@@ -53,7 +53,7 @@ def test_a_required_package_that_is_too_old_fails(monkeypatch: pytest.MonkeyPatc
     pretend(monkeypatch, "transformers", "4.40.0")
     code, shown = run()
     assert code == 1
-    assert "4.40.0, needs >=5.0" in shown
+    assert "4.40.0, needs" in shown
 
 
 def test_a_missing_extra_is_optional_and_names_the_extra_that_adds_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,13 +80,6 @@ def go_on(rollouts: LocalRollouts, steps: range) -> None:
         rollouts.minibatch(step)
 
 
-def train_on(rollouts: LocalRollouts, steps: range) -> None:
-    """Publish and wait, as the run loop does, without learning anything."""
-    for step in steps:
-        rollouts.publish(step)
-        rollouts.minibatch(step)
-
-
 def sampler_pids() -> list[int]:
     return [p.pid for p in psutil.Process().children() if "spawn_main" in " ".join(p.cmdline())]
 

@@ -200,6 +200,11 @@ def test_unsupported_architectures_are_named(tmp_path: Path, model_type: str, ex
     assert expected in loading_error(tmp_path)
 
 
+def test_a_quantised_model_is_refused_before_a_checkpoint_of_it_fails(copy: Path) -> None:
+    edit_config(copy, quantization_config={"quant_method": "gguf", "gguf_file": "model.gguf", "dequantize": False})
+    assert "is quantised; training needs" in loading_error(copy)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 def test_cuda_without_a_device(saved: Path) -> None:
     with pytest.raises(UserError, match="no CUDA device"):

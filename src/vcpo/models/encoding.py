@@ -19,7 +19,11 @@ def unknown_characters(tokenizer: PreTrainedTokenizerBase, text: str) -> list[st
     """
     if len(tokenizer) >= _BYTES:
         return []
-    return [character for character in dict.fromkeys(text) if not _has_token(tokenizer, character)]
+    alone = [character for character in dict.fromkeys(text) if not _has_token(tokenizer, character)]
+    # a character without a token of its own, such as the space between words, need not be lost
+    if not alone or tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text:
+        return []
+    return alone
 
 
 @lru_cache(maxsize=4096)

