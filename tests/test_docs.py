@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from vcpo.observe.metrics import read_metrics
+
 TABLE = re.compile(r"<!-- table: (?P<path>\S+) -->\n(?P<table>(?:\|.*\n)+)")
+METRICS = re.compile(r"<!-- metrics: (?P<path>\S+) -->\n(?P<table>(?:\|.*\n)+)")
 LINK = re.compile(r"\]\((?!https?://|#)(?P<path>[^)#]+)")
 DOCUMENTS = sorted([*Path("docs").glob("*.md"), Path("README.md"), Path("CONTRIBUTING.md")])
 
@@ -16,6 +19,39 @@ DOCUMENTS = sorted([*Path("docs").glob("*.md"), Path("README.md"), Path("CONTRIB
 def test_tables_are_those_of_the_results(document: Path) -> None:
     for match in TABLE.finditer(document.read_text(encoding="utf-8")):
         assert match["table"] == Path(match["path"]).read_text(encoding="utf-8")
+
+
+def step_table(path: Path) -> str:
+    """One row per step of a metrics file, evaluations in their own column."""
+    lines = read_metrics(path)
+    accuracy = {line["step"]: f"{100 * line['accuracy']:.0f}%" for line in lines if line["kind"] == "eval"}
+    rows = [
+        ("step", "reward", "groups with a gradient", "ESS", "lag (max)", "KL", "gradient norm", "s", "eval accuracy"),
+        ("---:",) * 9,
+        ("0", *("",) * 7, accuracy.get(0, "")),
+    ]
+    rows += [
+        (
+            str(line["step"]),
+            f"{line['reward']:.3f}",
+            f"{100 * (1 - line['zero_std_groups']):.0f}%",
+            f"{line['ess']:.2f}",
+            f"{line['lag_max']:.0f}",
+            f"{line['kl']:.4f}",
+            f"{line['grad_norm']:.2f}",
+            f"{line['time_step']:.0f}",
+            accuracy.get(line["step"], ""),
+        )
+        for line in lines
+        if line["kind"] == "train"
+    ]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=str)
+def test_step_tables_are_those_of_the_metrics(document: Path) -> None:
+    for match in METRICS.finditer(document.read_text(encoding="utf-8")):
+        assert match["table"] == step_table(Path(match["path"]))
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=str)
