@@ -25,6 +25,7 @@ import yaml
 from vcpo.config import RunConfig, parse_config, read_recipe, set_dotted
 from vcpo.errors import UserError, suggest
 from vcpo.methods.spec import METHODS
+from vcpo.pipeline.interrupt import ENDING_SIGNALS
 from vcpo.pipeline.run_directory import RunDirectory
 
 
@@ -161,7 +162,8 @@ def _children() -> Iterator[Callable[..., subprocess.Popen[str]]]:
             running.append(process)
             return process
 
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # SIGINT, too: a shell starts background commands with it ignored
+    before = {number: signal.signal(number, signal.default_int_handler) for number in ENDING_SIGNALS}
     try:
         yield start
     except BaseException:
@@ -172,4 +174,5 @@ def _children() -> Iterator[Callable[..., subprocess.Popen[str]]]:
                 process.send_signal(signal.SIGINT)  # saves a checkpoint and ends
         raise
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -9,6 +9,9 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
+# a terminal's Ctrl-C; a scheduler's end
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
 
 class StopRequest:
     """Turns the first SIGINT or SIGTERM into a flag that the run loop reads between two steps.
@@ -26,7 +29,7 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handler
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in ENDING_SIGNALS:
                 self._before[number] = signal.signal(number, self._handle)
         return self
 

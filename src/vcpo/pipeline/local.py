@@ -22,9 +22,10 @@ from torch import nn
 
 from vcpo.config import RunConfig
 from vcpo.errors import UserError
+from vcpo.pipeline.interrupt import ENDING_SIGNALS
 from vcpo.pipeline.pacer import Pacer
 from vcpo.pipeline.rollouts import Grader, GroupStarter, StartedGroup, Stopped
-from vcpo.pipeline.sampler_process import ENDING_SIGNALS, Failure, run_sampler
+from vcpo.pipeline.sampler_process import Failure, run_sampler
 from vcpo.pipeline.shared_weights import SharedWeights
 from vcpo.records import Group, SamplingParams, Trajectory
 

@@ -15,10 +15,9 @@ from multiprocessing.connection import Connection
 
 from vcpo.config import RunConfig, parse_config
 from vcpo.errors import UserError
+from vcpo.pipeline.interrupt import ENDING_SIGNALS
 from vcpo.pipeline.shared_weights import SharedWeights
 from vcpo.records import GenerationRequest, SamplingParams
-
-ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass(frozen=True)
