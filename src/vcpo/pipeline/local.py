@@ -109,8 +109,7 @@ class LocalRollouts:
 
     def minibatch(self, step: int) -> list[Group]:
         """Wait until every group of this step is graded."""
-        size = self._config.training.prompts_per_step
-        ids = range(step * size, (step + 1) * size)
+        ids = self._pacer.groups_of(step)
         with self._changed:
             self._waiting = True
             try:

@@ -30,6 +30,6 @@ class Pacer:
         """
         return min(version + self.max_staleness + 1, last_step) * self.groups_per_step
 
-    def step_of(self, group_id: int) -> int:
-        """The optimizer step (counted from 0) that trains this group."""
-        return group_id // self.groups_per_step
+    def groups_of(self, step: int) -> range:
+        """The numbers of the groups that optimizer step ``step`` (counted from 0) trains."""
+        return range(step * self.groups_per_step, (step + 1) * self.groups_per_step)
