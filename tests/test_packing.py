@@ -6,9 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import MistralConfig, MistralForCausalLM
+from vcpo.learner.logprobs import token_entropies, token_logprobs, trained_token_logits
 
 from learner_cases import FAMILIES, make_groups, make_model, make_trajectory
-from vcpo.learner.logprobs import token_entropies, token_logprobs, trained_token_logits
 from vcpo.learner.packing import PackedPlan, microbatches, pack
 from vcpo.models.attention import ATTENTION
 from vcpo.records import Trajectory

@@ -202,6 +202,10 @@ class TrainingSection(Section):
     gradient_norm_fallback: bool = Field(
         False, description="take norms one trajectory at a time if a layer has no rule, instead of refusing the model"
     )
+    gradient_norm_mode: Literal["auto", "gram", "single"] = Field(
+        "auto",
+        description="how norms are made of a layer's rows; auto: what is quicker on this machine, layer by layer",
+    )
     max_skipped_steps: NonNegativeInt = Field(
         20, description="stop after this many consecutive steps with non-finite ratios or gradients"
     )

@@ -156,7 +156,7 @@ def _shared_memory() -> Check:
 def _cache_directory() -> Check:
     """Warm starts are kept here."""
     try:
-        from vcpo.pipeline.warm_start import cache_directory
+        from vcpo.cache import cache_directory
     except Exception as error:
         return Check(
             "storage", "training code", "missing", f"import fails: {error}", "reinstall torch and transformers"

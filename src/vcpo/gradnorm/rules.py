@@ -1,27 +1,32 @@
 """One rule per layer type: which parameters a layer uses, and how its rows make their gradients.
 
 A rule takes the layer, its input rows ``x`` (R, ...), the gradient rows ``g`` (R, D) of its output, and the rows'
-trajectories, and yields one use per trainable parameter. A new layer type is one decorated function::
+trajectories, and yields one use for each of its parameters, by the parameter's name in the layer. A new layer type is
+one decorated function::
 
     @layer_rule(lambda module: type(module) is MyLinear)
-    def _my_linear(module, x, g, rows):
-        yield module.weight, OuterUse(g, x, rows)
+    def my_linear_rule(module, x, g, rows):
+        yield "weight", OuterUse(g, x, rows)
+
+Rules must not read the values of parameters: when they run, a sharded model may have given them away again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from vcpo.gradnorm.rows import Rows
 from vcpo.gradnorm.uses import LookupUse, OuterUse, ParameterUse, VectorUse, at_least_float32
 
-Uses = Iterator[tuple[nn.Parameter, ParameterUse]]
+Uses = Iterator[tuple[str, ParameterUse]]
 LayerRule = Callable[[Any, Tensor, Tensor, Rows], Uses]
 Matches = Callable[[nn.Module], bool]
 
@@ -56,24 +61,54 @@ def _is_plain_embedding(module: nn.Module) -> bool:
 
 
 def _is_rms_norm(module: Any) -> bool:
-    """The RMSNorm classes of transformers' families differ in details but are all affine in their only parameter."""
+    """Known by what it computes, because the families' classes only share a name: affine in its one vector ``weight``,
+    which multiplies x / rms(x). So in Llama and Qwen, as 1 + w in Gemma, and in ``nn.RMSNorm``."""
     names = [name for name, _ in module.named_parameters()]
-    return type(module).__name__.endswith("RMSNorm") and names == ["weight"] and module.weight.dim() == 1
+    if names != ["weight"] or module.weight.dim() != 1 or list(module.children()) or _rms_epsilon(module) is None:
+        return False
+    width = module.weight.shape[0]
+    # rows of very different size, where a wrong epsilon shows
+    x = torch.linspace(-1, 2, 3 * width).view(3, width).sin() * torch.tensor([[1e-3], [1.0], [30.0]])
+    x = x.to(module.weight.device)
+    try:
+        outputs = [functional_call(module, {"weight": torch.full_like(x[0], value)}, (x,)) for value in (0.0, 1.0, 2.0)]
+    except (RuntimeError, TypeError, ValueError):
+        return False
+    xhat = x * _inverse_rms(module, x)[:, None]
+    return all(
+        torch.allclose(after - before, xhat, rtol=1e-4, atol=1e-5)
+        for before, after in pairwise(outputs)
+    )
+
+
+def _rms_epsilon(module: Any) -> float | None:
+    for name in ("variance_epsilon", "eps", "norm_eps"):
+        if isinstance(getattr(module, name, None), float):
+            return float(getattr(module, name))
+    return torch.finfo(torch.float32).eps if isinstance(module, nn.RMSNorm) else None
+
+
+def _inverse_rms(module: Any, x: Tensor) -> Tensor:
+    """(R,) 1 / rms of each row, as the layer has it."""
+    epsilon = _rms_epsilon(module)
+    assert epsilon is not None
+    inverse: Tensor = (torch.linalg.vecdot(x, x) / x.shape[-1] + epsilon).rsqrt()
+    return inverse
 
 
 @layer_rule(_computes_as(nn.Linear))
 def linear_rule(module: Any, x: Tensor, g: Tensor, rows: Rows) -> Uses:
     """y = x W^T + b."""
-    yield module.weight, OuterUse(g, x, rows)
+    yield "weight", OuterUse(g, x, rows)
     if module.bias is not None:
-        yield module.bias, VectorUse(rows.sums(at_least_float32(g)), rows)
+        yield "bias", VectorUse(rows.sums(at_least_float32(g)), rows)
 
 
 @layer_rule(_computes_as(Conv1D))
 def conv1d_rule(module: Any, x: Tensor, g: Tensor, rows: Rows) -> Uses:
     """y = x W + b: GPT-2's linear layer."""
-    yield module.weight, OuterUse(x, g, rows)
-    yield module.bias, VectorUse(rows.sums(at_least_float32(g)), rows)
+    yield "weight", OuterUse(x, g, rows)
+    yield "bias", VectorUse(rows.sums(at_least_float32(g)), rows)
 
 
 @layer_rule(lambda m: _is_plain_embedding(m) and _computes_as(nn.Embedding)(m))
@@ -81,7 +116,7 @@ def embedding_rule(module: Any, x: Tensor, g: Tensor, rows: Rows) -> Uses:
     """y = W[x]; torch gives the padding row no gradient."""
     if module.padding_idx is not None:
         g = g.masked_fill((x == module.padding_idx)[:, None], 0)
-    yield module.weight, LookupUse(x, g, module.num_embeddings, rows)
+    yield "weight", LookupUse(x, g, module.num_embeddings, rows)
 
 
 @layer_rule(lambda m: _is_plain_embedding(m) and type(m).__name__.endswith("ScaledWordEmbedding"))
@@ -95,19 +130,13 @@ def layer_norm_rule(module: Any, x: Tensor, g: Tensor, rows: Rows) -> Uses:
     """y = w xhat + b."""
     g = at_least_float32(g)
     xhat = F.layer_norm(at_least_float32(x), module.normalized_shape, None, None, module.eps)
-    yield module.weight, VectorUse(rows.sums(g * xhat), rows)
+    yield "weight", VectorUse(rows.sums(g * xhat), rows)
     if module.bias is not None:
-        yield module.bias, VectorUse(rows.sums(g), rows)
+        yield "bias", VectorUse(rows.sums(g), rows)
 
 
 @layer_rule(_is_rms_norm)
 def rms_norm_rule(module: Any, x: Tensor, g: Tensor, rows: Rows) -> Uses:
-    """y = a(x) + w xhat, whatever the family: w xhat in Llama and Qwen, (1 + w) xhat in Gemma; also per attention head.
-
-    Affine in w, so xhat is the difference of the outputs at w = 1 and at w = 0.
-    """
-    weight = at_least_float32(module.weight.detach())
+    """y = w x / rms(x), or with 1 + w; also per attention head."""
     x = at_least_float32(x)
-    at_one = torch.func.functional_call(module, {"weight": torch.ones_like(weight)}, (x,))
-    at_zero = torch.func.functional_call(module, {"weight": torch.zeros_like(weight)}, (x,))
-    yield module.weight, VectorUse(rows.sums(at_least_float32(g) * (at_one - at_zero)), rows)
+    yield "weight", VectorUse(rows.sums(at_least_float32(g) * x, _inverse_rms(module, x)), rows)

@@ -15,7 +15,7 @@ from vcpo.gradnorm.rows import Chunk, Rows
 
 
 class ParameterUse(Protocol):
-    """One use of a parameter of shape ``P``."""
+    """One use of a parameter of shape ``P`` by the trajectories of ``rows``."""
 
     @property
     def rows(self) -> Rows: ...
@@ -24,30 +24,47 @@ class ParameterUse(Protocol):
         """(members, *P) gradients of the chunk's trajectories. The chunk is cut for this use's ``rows``."""
         ...
 
+    def squared_norms(self) -> Tensor:
+        """(trajectories of the rows,) squared norms of the gradients of this use alone, in float64."""
+        ...
+
     def combined(self, coefficients_B: Tensor) -> Tensor:
-        """(*P) sum over trajectories of coefficient times gradient, without forming the single gradients."""
+        """(*P) sum over trajectories of coefficient times gradient, without forming the single gradients.
+
+        coefficients_B: of all trajectories of the recording.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class OuterUse:
-    """A matrix whose gradient is sum over rows of left row times right row transposed."""
+    """A matrix whose gradient is the sum over rows of left row times right row transposed."""
 
-    left_RI: Tensor
-    right_RJ: Tensor
+    left_RP: Tensor
+    right_RQ: Tensor
     rows: Rows
 
     def per_trajectory(self, chunk: Chunk) -> Tensor:
         """See ``ParameterUse``."""
-        left = at_least_float32(chunk.gather_or_zero(self.left_RI))
-        right = at_least_float32(chunk.gather(self.right_RJ))
+        left = at_least_float32(chunk.gather_or_zero(self.left_RP))
+        right = at_least_float32(chunk.gather(self.right_RQ))
         return torch.bmm(left.transpose(1, 2), right)
+
+    def squared_norms(self) -> Tensor:
+        """See ``ParameterUse``."""
+        size = self.left_RP.shape[1] * self.right_RQ.shape[1]
+        squares_B = torch.zeros(len(self.rows.lengths), dtype=torch.float64, device=self.left_RP.device)
+        for chunk in self.rows.chunks(2**20, size):
+            squares_B[chunk.members] = row_squares(self.per_trajectory(chunk).flatten(1))
+        return squares_B
 
     def combined(self, coefficients_B: Tensor) -> Tensor:
         """See ``ParameterUse``."""
-        left = at_least_float32(self.left_RI)
-        coefficients = self.rows.spread(coefficients_B.to(left))
-        return (coefficients[:, None] * left).T @ at_least_float32(self.right_RJ)
+        left, right = at_least_float32(self.left_RP), at_least_float32(self.right_RQ)
+        coefficients_R1 = self.rows.spread(self.rows.own(coefficients_B).to(left))[:, None]
+        if right.shape[1] < left.shape[1]:
+            return left.T @ (coefficients_R1 * right)
+        return (coefficients_R1 * left).T @ right
 
 
 @dataclass(frozen=True)
@@ -69,20 +86,26 @@ class LookupUse:
         return flat.view(members, table, -1)
 
     def squared_norms(self) -> Tensor:
-        """(B,) squared norms from the table rows that occur, without forming tables."""
-        count = len(self.rows.lengths_B)
-        trajectory_R = self.rows.spread(torch.arange(count, device=self.ids_R.device))
-        pairs, slot_R = torch.unique(trajectory_R * self.table_rows + self.ids_R, return_inverse=True)
+        """See ``ParameterUse``; from the table rows that occur, without forming tables."""
+        count = len(self.rows.lengths)
+        owner_R = self.rows.spread(torch.arange(count, device=self.ids_R.device))
+        pairs, slot_R = torch.unique(owner_R * self.table_rows + self.ids_R, return_inverse=True)
         gradients = at_least_float32(self.gradients_RD)
         summed = gradients.new_zeros(len(pairs), gradients.shape[-1]).index_add_(0, slot_R, gradients)
-        squares = summed.square().sum(dim=1).double()
+        squares = row_squares(summed)
         return squares.new_zeros(count).index_add_(0, pairs // self.table_rows, squares)
 
     def combined(self, coefficients_B: Tensor) -> Tensor:
         """See ``ParameterUse``."""
+        total = at_least_float32(self.gradients_RD[:0]).new_zeros(self.table_rows, self.gradients_RD.shape[1])
+        self.add_combined(coefficients_B, total)
+        return total
+
+    def add_combined(self, coefficients_B: Tensor, total: Tensor) -> None:
+        """Add ``combined`` to ``total``, touching only the table rows that occur."""
         gradients = at_least_float32(self.gradients_RD)
-        weighted = self.rows.spread(coefficients_B.to(gradients))[:, None] * gradients
-        return gradients.new_zeros(self.table_rows, gradients.shape[-1]).index_add_(0, self.ids_R, weighted)
+        weighted = self.rows.spread(self.rows.own(coefficients_B).to(gradients))[:, None] * gradients
+        total.index_add_(0, self.ids_R, weighted)
 
 
 @dataclass(frozen=True)
@@ -94,13 +117,42 @@ class VectorUse:
 
     def per_trajectory(self, chunk: Chunk) -> Tensor:
         """See ``ParameterUse``."""
-        return self.gradients_BP.index_select(0, chunk.members)
+        return self.gradients_BP[list(chunk.members)]
+
+    def squared_norms(self) -> Tensor:
+        """See ``ParameterUse``."""
+        return row_squares(self.gradients_BP.flatten(1))
 
     def combined(self, coefficients_B: Tensor) -> Tensor:
         """See ``ParameterUse``."""
-        return coefficients_B.to(self.gradients_BP) @ self.gradients_BP
+        return torch.tensordot(self.rows.own(coefficients_B).to(self.gradients_BP), self.gradients_BP, dims=1)
+
+
+@dataclass(frozen=True)
+class SingleUse:
+    """The finished gradient of one trajectory (``rows`` has exactly one)."""
+
+    gradient: Tensor
+    rows: Rows
+
+    def per_trajectory(self, chunk: Chunk) -> Tensor:
+        """See ``ParameterUse``."""
+        return self.gradient[None]
+
+    def squared_norms(self) -> Tensor:
+        """See ``ParameterUse``."""
+        return row_squares(self.gradient.flatten()[None])
+
+    def combined(self, coefficients_B: Tensor) -> Tensor:
+        """See ``ParameterUse``."""
+        return self.rows.own(coefficients_B).to(self.gradient) * self.gradient
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
     """The tensor in float32, or in its own dtype if that is finer: sums over rows are not left to bfloat16."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def row_squares(rows: Tensor) -> Tensor:
+    """(rows,) squared length of each row, in float64."""
+    return torch.linalg.vector_norm(rows, dim=1).double().square()

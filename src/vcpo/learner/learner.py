@@ -20,10 +20,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from vcpo.config import TrainingSection
 from vcpo.errors import UserError
 from vcpo.gradnorm.recorder import GradientRecorder
-from vcpo.learner.gradient import GradientAssembly
+from vcpo.learner.forward import PolicyForward
+from vcpo.learner.gradient import GradientAssembly, NormWay
 from vcpo.learner.metrics import baseline_metrics, ratio_metrics, reward_metrics, staleness_metrics
 from vcpo.learner.minibatch import Minibatch
 from vcpo.learner.optimizer import MasterAdamW
+from vcpo.learner.parallel import DataParallel
 from vcpo.learner.schedule import scheduled_learning_rate
 from vcpo.methods.spec import MethodSpec
 from vcpo.methods.step_size import step_scale
@@ -63,29 +65,34 @@ class Learner:
         spec: MethodSpec,
         training: TrainingSection,
         temperature: float,
+        parallel: DataParallel | None = None,
     ) -> None:
         """temperature: at which the trajectories are sampled; ratios are between distributions at this temperature.
 
+        parallel: the other learner processes, if there are any; every rank passes the same groups to ``step``.
+
         Raises UserError if the method needs gradient norms and a layer has no rule for them, unless
-        ``training.gradient_norm_fallback`` allows to take them one trajectory at a time. Models with gradient
-        checkpointing always do so, because recorded rows would defeat it.
+        ``training.gradient_norm_fallback`` allows to take them one trajectory at a time.
         """
         self.model = model
         self.spec = spec
         self.training = training
         self.temperature = temperature
         self.version = 0
-        self.optimizer = MasterAdamW(model, training)
+        self._parallel = parallel or DataParallel()
+        self.optimizer = MasterAdamW(model, training, self._parallel)
         self._consecutive_skips = 0
-        self._checkpointing = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
-        self._recorder = self._make_recorder() if spec.needs_norms else None
+        checkpointing = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+        recorder = self._make_recorder() if spec.needs_norms else None
+        self._norms = NormWay(recorder, training.gradient_norm_mode, rows_may_be_kept=not checkpointing)
         # dropout would make the learner's distribution another than the sampler's; layers recompute only when training
         layers: nn.Module = model
         layers.eval()
-        if self._checkpointing:
+        if checkpointing:
             for module in layers.modules():
                 if isinstance(module, GradientCheckpointingLayer):
                     module.training = True
+        self._forward = PolicyForward(model, self.optimizer.parameters[0].device)
 
     def step(self, groups: Sequence[Group]) -> StepResult:
         """One update from a minibatch of groups.
@@ -96,22 +103,31 @@ class Learner:
         """
         minibatch = Minibatch(groups, self.spec)
         assembly = GradientAssembly(
-            self.model,
+            self._forward,
             self.spec,
             self.optimizer,
-            self._recorder,
+            self._norms,
+            self._parallel,
             self.temperature,
             self.training.max_tokens_per_microbatch,
             minibatch,
         )
         assembly.problem = minibatch.problem()
-        self.optimizer.zero_gradient()
+        self.optimizer.begin()
         assembly.run()
         metrics = {
             **reward_metrics(minibatch),
             **staleness_metrics(minibatch, self.version),
-            **ratio_metrics(minibatch, self.spec, assembly.log_ratios_B, assembly.token_log_ratios, assembly.entropies),
+            **ratio_metrics(
+                minibatch,
+                self.spec,
+                assembly.log_ratios_B,
+                assembly.k3_B,
+                assembly.truncated_B,
+                assembly.entropies_B,
+            ),
             **baseline_metrics(minibatch, assembly.squared_norms_B if self.spec.needs_norms else None),
+            **({"imprecise_norms": float(assembly.imprecise_norms)} if self.spec.needs_norms else {}),
             "tokens": float(minibatch.trained_B[minibatch.scored_B].sum()),
             "packed_tokens": float(assembly.packed_tokens),
         }
@@ -138,6 +154,7 @@ class Learner:
         scale = step_scale(self.spec.step_size, metrics["ess"], self.spec.ess_on_policy)
         if math.isnan(scale):
             return "the effective sample size is undefined: every importance ratio is 0"
+        self.optimizer.finish()
         norm = self.optimizer.clip(self.training.max_grad_norm)
         metrics |= {"grad_norm": norm, "grad_clipped": float(norm > self.training.max_grad_norm)}
         if not math.isfinite(norm):
@@ -159,8 +176,6 @@ class Learner:
         self.optimizer.load_tensors(tensors)
 
     def _make_recorder(self) -> GradientRecorder | None:
-        if self._checkpointing:
-            return None
         try:
             return GradientRecorder(self.model)
         except UserError:

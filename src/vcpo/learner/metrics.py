@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vcpo.learner.minibatch import Minibatch
-from vcpo.methods.diagnostics import kl_k1, kl_k3, truncated_share
+from vcpo.methods.diagnostics import truncated_share
 from vcpo.methods.ess import effective_sample_size, largest_weight_share
 from vcpo.methods.ratios import trajectory_log_ratios
 from vcpo.methods.spec import MethodSpec
@@ -64,25 +64,24 @@ def ratio_metrics(
     minibatch: Minibatch,
     spec: MethodSpec,
     log_ratios_B: Tensor,
-    token_log_ratios: list[Tensor],
-    entropies: list[Tensor],
+    k3_B: Tensor,
+    truncated_B: Tensor,
+    entropies_B: Tensor,
 ) -> dict[str, float]:
-    """Distance between learner and sampler.
+    """Distance between learner and sampler; arguments as in ``GradientAssembly``.
 
-    log_ratios_B: of all trajectories; token_log_ratios, entropies: of the trained tokens of the scored ones, in parts.
-    kl, kl_k3: KL(mu || pi) per token; truncated_share: of the ratios (of tokens or of trajectories) that the method
-    truncates.
+    kl, kl_k3: KL(mu || pi) per token, as the mean of -log r and of r - 1 - log r; truncated_share: of the ratios (of
+    tokens or of trajectories) that the method truncates.
     """
     scored = minibatch.scored_B
-    log_ratios_S = log_ratios_B[scored]
+    log_ratios_S, lengths_S = log_ratios_B[scored], minibatch.trained_B[scored]
     if not len(log_ratios_S):
         return {}
-    token_log_ratios_N, entropies_N = torch.cat(token_log_ratios), torch.cat(entropies)
+    tokens = float(lengths_S.sum())
     if spec.ratio_level == "token":
-        truncated = truncated_share(token_log_ratios_N, spec.ratio_cap)
+        truncated = truncated_B[scored].sum() / tokens
     else:
-        weighted = trajectory_log_ratios(spec.ratio_level, log_ratios_S, minibatch.trained_B[scored])
-        truncated = truncated_share(weighted, spec.ratio_cap)
+        truncated = truncated_share(trajectory_log_ratios(spec.ratio_level, log_ratios_S, lengths_S), spec.ratio_cap)
     return {
         "ess": float(effective_sample_size(log_ratios_S)),
         "max_weight_share": float(largest_weight_share(log_ratios_S)),
@@ -90,10 +89,10 @@ def ratio_metrics(
         "log_ratio_median": float(log_ratios_S.median()),
         "log_ratio_min": float(log_ratios_S.min()),
         "log_ratio_max": float(log_ratios_S.max()),
-        "kl": float(kl_k1(token_log_ratios_N)),
-        "kl_k3": float(kl_k3(token_log_ratios_N)),
+        "kl": -float(log_ratios_S.sum()) / tokens,
+        "kl_k3": float(k3_B[scored].sum()) / tokens,
         "truncated_share": float(truncated),
-        "entropy": _mean(entropies_N),
+        "entropy": float(entropies_B[scored].sum()) / tokens,
     }
 
 

@@ -15,7 +15,7 @@ from vcpo.methods.advantages import (
     length_factors,
     reward_scales,
 )
-from vcpo.methods.groups import group_std, has_equal_rewards
+from vcpo.methods.groups import group_std, has_equal_rewards, most_frequent_rewards
 from vcpo.methods.spec import MethodSpec
 from vcpo.records import Group, Trajectory
 
@@ -27,7 +27,8 @@ class Minibatch:
     method: they alone make the group statistics, the ESS and the B in every average. A scored trajectory is *active*
     if its advantage can be other than 0; the others need no backward pass.
 
-    rewards_B, equal_B, std_B, scales_B, factors_B, set_B: see ``vcpo.methods``; 0 (False) where not scored.
+    rewards_B, equal_B, std_B, scales_B, factors_B, set_B, common_B (the most frequent reward of the set): see
+    ``vcpo.methods``; 0 (False) where not scored.
     """
 
     def __init__(self, groups: Sequence[Group], spec: MethodSpec) -> None:
@@ -50,6 +51,7 @@ class Minibatch:
         self.scales_B = self._spread(reward_scales(spec, rewards_S, group_S))
         self.factors_B = self._spread(length_factors(spec.loss_aggregation, self.trained_B[scored]))
         self.set_B = baseline_sets(spec, self.group_B)
+        self.common_B = self._spread(most_frequent_rewards(rewards_S, self.set_B[scored]))
         self.baselines_B = torch.full((count,), torch.nan, dtype=torch.float64)
         if spec.baseline != "opob":
             self.baselines_B[scored] = fixed_baselines(spec, rewards_S, group_S)

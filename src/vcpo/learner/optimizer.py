@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from vcpo.config import TrainingSection
+from vcpo.gradnorm.sums import GradientSums
+from vcpo.learner.parallel import DataParallel
 
 
 class MasterAdamW:
@@ -19,11 +21,12 @@ class MasterAdamW:
     Gradients of several backward passes are summed in the master's dtype.
     """
 
-    def __init__(self, model: nn.Module, training: TrainingSection) -> None:
+    def __init__(self, model: nn.Module, training: TrainingSection, parallel: DataParallel) -> None:
         self._names = [name for name, p in model.named_parameters() if p.requires_grad]
         self.parameters: list[nn.Parameter] = [p for p in model.parameters() if p.requires_grad]
         self._masters = [_master(p) for p in self.parameters]
-        self._index = {p: i for i, p in enumerate(self.parameters)}
+        self._parallel = parallel
+        self.sums = GradientSums()
         self.adamw = torch.optim.AdamW(
             self._masters,
             lr=training.learning_rate,
@@ -32,30 +35,41 @@ class MasterAdamW:
             weight_decay=training.weight_decay,
         )
 
-    def zero_gradient(self) -> None:
-        """Start a new gradient at exactly 0 for every parameter."""
-        for parameter, master in zip(self.parameters, self._masters, strict=True):
+    def begin(self) -> None:
+        """Start a new gradient. It is collected in ``sums`` and in the parameters' own ``grad``."""
+        self.drop_gradient()
+        for parameter in self.parameters:
             parameter.grad = None
-            master.grad = torch.zeros_like(master)
 
     def collect(self) -> None:
-        """Take over what a backward pass has left in the parameters' own ``grad``."""
-        for parameter, master in zip(self.parameters, self._masters, strict=True):
+        """Take over what a backward pass has left in parameters that are coarser than their masters."""
+        for name, parameter, master in zip(self._names, self.parameters, self._masters, strict=True):
             if parameter is not master and parameter.grad is not None:
-                assert master.grad is not None, "zero_gradient comes first"
-                master.grad.add_(parameter.grad)
+                self.sums.add(name, parameter.grad)
                 parameter.grad = None
 
-    def accumulate(self, gradients: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
-        """Add gradients to those of the step in progress."""
-        for parameter, gradient in gradients:
-            total = self._masters[self._index[parameter]].grad
-            assert total is not None, "zero_gradient comes first"
-            total.add_(gradient)
+    def take_single(self) -> Iterator[tuple[str, Tensor]]:
+        """The gradients that a backward pass has left in the parameters, which then have none."""
+        for name, parameter in zip(self._names, self.parameters, strict=True):
+            if parameter.grad is not None:
+                yield name, parameter.grad
+                parameter.grad = None
+
+    def finish(self) -> None:
+        """Complete the gradient: what was collected on all ranks; exactly 0 for parameters without any."""
+        if not self.sums.is_complete:
+            raise RuntimeError("a baseline stayed unknown: the gradient would lack the trajectories that wait for it")
+        for name, parameter, master in zip(self._names, self.parameters, self._masters, strict=True):
+            gradient, own = self.sums.totals.pop(name, None), parameter.grad
+            if own is not None:
+                gradient = own if gradient is None else gradient.add_(own)
+            parameter.grad = None
+            master.grad = self._parallel.reduce(gradient, master)
 
     def clip(self, max_norm: float) -> float:
         """Scale the gradient down to ``max_norm`` if it is longer; returns its length before that."""
-        return float(torch.nn.utils.clip_grad_norm_(self._masters, max_norm))
+        norm: Any = torch.nn.utils.clip_grad_norm_(self._masters, max_norm)
+        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
     def step(self, learning_rate: float) -> None:
         """One update with this learning rate in every parameter group, then forget the gradient."""
@@ -70,6 +84,7 @@ class MasterAdamW:
 
     def drop_gradient(self) -> None:
         """Forget the gradient without a step."""
+        self.sums = GradientSums()
         for master in self._masters:
             master.grad = None
 

@@ -15,22 +15,47 @@ from vcpo.records import Trajectory
 
 # a trajectory shares a padded attention batch with a longer one if it fills at least this part of it
 _BUCKET_FILL = 0.75
+_SMALL_RUN = 512  # tokens from which matrix products run at about full speed
 
 
-def microbatches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+def microbatches(
+    lengths: Sequence[int], max_tokens: int, groups: Sequence[int] | None = None, most_groups: int = 1
+) -> list[list[int]]:
     """Cut trajectories, in order, into runs of at most ``max_tokens`` tokens; a longer trajectory is alone in its run.
 
     lengths: tokens of each trajectory, prompt included. Returns the indices of each run.
+    groups: of each trajectory; then a run that has ``most_groups`` of them and is not small ends with the latest, and a
+        group is not spread over runs if it fits into one.
     """
     runs: list[list[int]] = []
-    room = 0
+    room = begun = 0
     for index, length in enumerate(lengths):
         if not runs or length > room:
+            fresh = True
+        elif groups is not None and groups[index] != groups[index - 1]:
+            whole = sum(
+                other for other, group in zip(lengths[index:], groups[index:], strict=True) if group == groups[index]
+            )
+            enough = begun >= most_groups and max_tokens - room >= _SMALL_RUN
+            fresh = enough or room < whole <= max_tokens
+        else:
+            fresh = False
+        if fresh:
             runs.append([])
-            room = max_tokens
+            room, begun = max_tokens, 0
+        if groups is not None and (fresh or groups[index] != groups[index - 1]):
+            begun += 1
         runs[-1].append(index)
         room -= length
     return runs
+
+
+def shares(lengths: Sequence[int], size: int) -> list[list[int]]:
+    """Cut trajectories, in order, into ``size`` shares of about the same number of tokens."""
+    ends = np.cumsum(lengths)
+    middles = ends - np.asarray(lengths) / 2
+    owner = np.minimum(middles * size // max(ends[-1], 1), size - 1) if len(lengths) else ends
+    return [np.flatnonzero(owner == rank).tolist() for rank in range(size)]
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,15 @@ def has_equal_rewards(rewards_B: Tensor, group_B: Tensor) -> Tensor:
     return spread <= EQUAL_TOLERANCE * group_max(rewards_B.abs(), group_B)
 
 
+def most_frequent_rewards(rewards_B: Tensor, group_B: Tensor) -> Tensor:
+    """For each trajectory, the reward that occurs most often in its group."""
+    common_B = torch.zeros_like(rewards_B)
+    for group in group_B.unique().tolist():
+        values, counts = rewards_B[group_B == group].unique(return_counts=True)
+        common_B[group_B == group] = values[counts.argmax()]
+    return common_B
+
+
 def _totals(values_B: Tensor, group_B: Tensor) -> Tensor:
     return torch.zeros(_count(group_B), dtype=torch.float64).index_add(0, group_B, values_B.double())
 

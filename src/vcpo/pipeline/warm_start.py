@@ -24,9 +24,10 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import vcpo
+from vcpo.cache import cache_directory
 from vcpo.config import RunConfig
 from vcpo.errors import UserError
-from vcpo.learner.logprobs import trained_token_logits
+from vcpo.learner.forward import trained_token_logits
 from vcpo.learner.packing import pack
 from vcpo.models.encoding import unknown_characters
 from vcpo.pipeline.snapshots import assign
@@ -36,13 +37,6 @@ from vcpo.tasks.protocol import DemonstratedTask, Task
 
 _HASHED_DEMONSTRATIONS = 32  # enough to notice that the code or the data of a user's task has changed
 _WARM_UP = 20  # steps over which the learning rate rises; it then falls linearly to 0
-
-
-def cache_directory() -> Path:
-    """Where warm starts are kept: ``VCPO_CACHE``, or ``vcpo`` in the user's cache directory."""
-    if "VCPO_CACHE" in os.environ:
-        return Path(os.environ["VCPO_CACHE"])
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "vcpo"
 
 
 def warm_start(
