@@ -1,0 +1,1 @@
+"""What the learner's benchmark measures with: cells, workloads, timing, peak memory, FLOP counts, tables."""
