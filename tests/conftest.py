@@ -1,22 +1,46 @@
-"""What holds in every test: one thread, a cache of its own, and short names for the small run that many tests share."""
+"""What holds in every test: one thread, caches of the tests' own; and the small run that many tests share."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+GRADIENT_COSTS = "gradient-costs.json"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _session_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The cache of what is made once for all tests."""
+    directory = tmp_path_factory.mktemp("session-cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VCPO_CACHE", str(directory))
+        yield directory
+
 
 @pytest.fixture(autouse=True)
-def _isolated(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No test reads or fills the user's cache of warm starts, or leaves another number of threads behind."""
-    monkeypatch.setenv("VCPO_CACHE", str(tmp_path_factory.mktemp("cache")))
+def _isolated(
+    _session_cache: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """No test reads or fills the user's cache, or leaves another number of threads behind.
+
+    Costs of gradient norms decide how sums are rounded. They are measured by the first test that needs them and are the
+    same for all later ones, in this process and in those that tests start.
+    """
+    cache = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("VCPO_CACHE", str(cache))
+    own, shared = cache / GRADIENT_COSTS, _session_cache / GRADIENT_COSTS
+    if shared.exists():
+        shutil.copy(shared, own)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+    if own.exists():
+        shutil.copy(own, shared)
 
 
 @pytest.fixture(scope="session")

@@ -1,15 +1,18 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import MistralConfig, MistralForCausalLM
-from vcpo.learner.logprobs import token_entropies, token_logprobs, trained_token_logits
 
 from learner_cases import FAMILIES, make_groups, make_model, make_trajectory
-from vcpo.learner.packing import PackedPlan, microbatches, pack
+from vcpo.learner.forward import PolicyForward, trained_token_logits
+from vcpo.learner.head import run_head
+from vcpo.learner.packing import PackedPlan, microbatches, pack, shares
 from vcpo.models.attention import ATTENTION
 from vcpo.records import Trajectory
 
@@ -30,15 +33,22 @@ def hf_logprobs(model, trajectory: Trajectory, temperature: float = 1.0) -> torc
     return logprobs[positions - 1, ids[positions]]
 
 
+def our_logprobs(model, trajectories: Sequence[Trajectory], temperature: float = 1.0) -> torch.Tensor:  # type: ignore[no-untyped-def]
+    """Trained tokens' log-probabilities by the learner's packed pass."""
+    batch = pack(trajectories, CPU)
+    forward = PolicyForward(model, CPU)
+    with torch.no_grad():
+        rows_KD = forward.rows(batch)
+    return run_head(rows_KD, forward.head, batch.targets_K, batch.trained_B, temperature).logprobs_K
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_packed_logprobs_equal_single_sequences_through_transformers(family: str, temperature: float) -> None:
     model = make_model(family, dtype=torch.float32)
     groups = make_groups(model, [[1, 0, 1], [0, 1, 1, 0], [1]])
     trajectories = [t for g in groups for t in g.trajectories]
-    batch = pack(trajectories, CPU)
-    with torch.no_grad():
-        packed = token_logprobs(trained_token_logits(model, batch), batch.targets_K, temperature)
+    packed = our_logprobs(model, trajectories, temperature)
     expected = torch.cat([hf_logprobs(model, t, temperature) for t in trajectories])
     torch.testing.assert_close(packed, expected, atol=1e-5, rtol=0)
 
@@ -53,9 +63,7 @@ def test_sliding_window_equals_transformers(window: int) -> None:
     model = MistralForCausalLM._from_config(config, attn_implementation=ATTENTION).eval()
     rng = np.random.default_rng(0)
     trajectories = [make_trajectory(rng, 0, i, 1.0, prompt, 9) for i, prompt in enumerate((2, 7, 7, 30))]
-    batch = pack(trajectories, CPU)
-    with torch.no_grad():
-        packed = token_logprobs(trained_token_logits(model, batch), batch.targets_K, 1.0)
+    packed = our_logprobs(model, trajectories)
     expected = torch.cat([hf_logprobs(model, t) for t in trajectories])
     torch.testing.assert_close(packed, expected, atol=1e-5, rtol=0)
 
@@ -140,10 +148,54 @@ def test_microbatches_keep_order_and_the_limit(lengths: list[int], limit: int) -
         assert sum(lengths[i] for i in run) <= limit or len(run) == 1
 
 
-def test_entropy_by_hand_and_at_the_temperature() -> None:
-    logits = torch.tensor([[0.0, 0.0], [2.0, -torch.inf]])
-    assert token_entropies(logits, 1.0).tolist() == pytest.approx([np.log(2), 0.0])
-    skewed = torch.tensor([[1.0, 0.0, -1.0]])
-    p = np.exp(np.array([2.0, 0.0, -2.0]))
-    p /= p.sum()
-    assert token_entropies(skewed, 0.5).tolist() == pytest.approx([-(p * np.log(p)).sum()], rel=1e-5)
+@st.composite
+def grouped_lengths(draw: st.DrawFn) -> tuple[list[int], list[int]]:
+    sizes = draw(st.lists(st.integers(1, 5), max_size=8))
+    groups = [group for group, size in enumerate(sizes) for _ in range(size)]
+    return draw(st.lists(st.integers(1, 400), min_size=len(groups), max_size=len(groups))), groups
+
+
+@given(grouped_lengths(), st.integers(1, 2000), st.integers(1, 3))
+@settings(deadline=None)
+def test_microbatches_spread_a_group_only_if_it_fits_into_none(
+    case: tuple[list[int], list[int]], limit: int, most_groups: int
+) -> None:
+    lengths, groups = case
+    runs = microbatches(lengths, limit, groups, most_groups)
+    assert [i for run in runs for i in run] == list(range(len(lengths)))
+    for run in runs:
+        assert sum(lengths[i] for i in run) <= limit or len(run) == 1
+    for group in set(groups):
+        if sum(length for length, own in zip(lengths, groups, strict=True) if own == group) <= limit:
+            assert sum(group in [groups[i] for i in run] for run in runs) == 1
+
+
+def test_microbatches_of_groups_by_hand() -> None:
+    groups = [0, 0, 1, 1, 2, 2]
+    # a group that does not fit into the rest of a run begins a new one; without groups the run is filled
+    assert microbatches([4, 4, 4, 4, 4, 4], 12, groups, most_groups=9) == [[0, 1], [2, 3], [4, 5]]
+    assert microbatches([4, 4, 4, 4, 4, 4], 12) == [[0, 1, 2], [3, 4, 5]]
+    # a group that fits into no run takes what is left of the present one
+    assert microbatches([4, 9, 9, 4], 12, [0, 1, 1, 2], most_groups=9) == [[0], [1], [2], [3]]
+    assert microbatches([4, 8, 9, 3], 12, [0, 1, 1, 2], most_groups=9) == [[0, 1], [2, 3]]
+    # small groups share a run whatever their number; others end it at most_groups
+    assert microbatches([4] * 6, 10_000, groups) == [[0, 1, 2, 3, 4, 5]]
+    assert microbatches([300] * 6, 10_000, groups) == [[0, 1], [2, 3], [4, 5]]
+    assert microbatches([300] * 6, 10_000, groups, most_groups=2) == [[0, 1, 2, 3], [4, 5]]
+
+
+@given(st.lists(st.integers(1, 50), max_size=20), st.integers(1, 5))
+@settings(deadline=None)
+def test_shares_keep_order_and_are_even_up_to_one_trajectory(lengths: list[int], size: int) -> None:
+    parts = shares(lengths, size)
+    assert len(parts) == size
+    assert [i for part in parts for i in part] == list(range(len(lengths)))
+    for part in parts:
+        assert sum(lengths[i] for i in part) <= sum(lengths) / size + max(lengths, default=0)
+
+
+def test_shares_by_hand() -> None:
+    assert shares([5, 5, 5, 5], 2) == [[0, 1], [2, 3]]
+    assert shares([9, 1, 1, 1], 2) == [[0], [1, 2, 3]]
+    assert shares([3], 2) in ([[0], []], [[], [0]])
+    assert shares([], 2) == [[], []]
