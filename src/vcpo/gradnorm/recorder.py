@@ -111,6 +111,9 @@ class GradientRecorder:
                 parameter.grad = gradient
             for handle in handles:
                 handle.remove()
+            for module, layer in self._layers.items():
+                # a KeyboardInterrupt in a forward keeps torch from calling the hooks after it
+                _show_parameters(layer, module)
 
     def layer(self, module: nn.Module) -> _Layer | None:
         """What is known of a module; ``None`` if it has no trainable parameter of its own."""
@@ -396,9 +399,13 @@ def _hide_parameters(layer: _Layer, module: nn.Module, inputs: tuple[Any, ...]) 
             module.__dict__[local] = module._parameters[local].detach()  # type: ignore[union-attr]
 
 
-def _tap(recording: Recording, layer: _Layer, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+def _show_parameters(layer: _Layer, module: nn.Module) -> None:
     for local in layer.parameters:
         module.__dict__.pop(local, None)
+
+
+def _tap(recording: Recording, layer: _Layer, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+    _show_parameters(layer, module)
     if output is None or not torch.is_grad_enabled():
         return output
     x = inputs[0].detach()

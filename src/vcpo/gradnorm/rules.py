@@ -64,12 +64,14 @@ def _is_rms_norm(module: Any) -> bool:
     """Known by what it computes, because the families' classes only share a name: affine in its one vector ``weight``,
     which multiplies x / rms(x). So in Llama and Qwen, as 1 + w in Gemma, and in ``nn.RMSNorm``."""
     names = [name for name, _ in module.named_parameters()]
-    if names != ["weight"] or module.weight.dim() != 1 or list(module.children()) or _rms_epsilon(module) is None:
+    if names != ["weight"] or module.weight.dim() != 1 or list(module.children()):
         return False
     width = module.weight.shape[0]
     # rows of very different size, where a wrong epsilon shows
     x = torch.linspace(-1, 2, 3 * width).view(3, width).sin() * torch.tensor([[1e-3], [1.0], [30.0]])
     x = x.to(module.weight.device)
+    if _rms_epsilon(module, x.dtype) is None:
+        return False
     try:
         outputs = [functional_call(module, {"weight": torch.full_like(x[0], value)}, (x,)) for value in (0.0, 1.0, 2.0)]
     except (RuntimeError, TypeError, ValueError):
@@ -81,16 +83,17 @@ def _is_rms_norm(module: Any) -> bool:
     )
 
 
-def _rms_epsilon(module: Any) -> float | None:
+def _rms_epsilon(module: Any, dtype: torch.dtype) -> float | None:
+    """dtype: in which the layer computes."""
     for name in ("variance_epsilon", "eps", "norm_eps"):
         if isinstance(getattr(module, name, None), float):
             return float(getattr(module, name))
-    return torch.finfo(torch.float32).eps if isinstance(module, nn.RMSNorm) else None
+    return torch.finfo(dtype).eps if isinstance(module, nn.RMSNorm) else None
 
 
 def _inverse_rms(module: Any, x: Tensor) -> Tensor:
     """(R,) 1 / rms of each row, as the layer has it."""
-    epsilon = _rms_epsilon(module)
+    epsilon = _rms_epsilon(module, x.dtype)
     assert epsilon is not None
     inverse: Tensor = (torch.linalg.vecdot(x, x) / x.shape[-1] + epsilon).rsqrt()
     return inverse
