@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import (
+    AttentionInterface,
     GemmaConfig,
     GemmaForCausalLM,
     GPT2Config,
@@ -45,7 +46,22 @@ _SIZES: dict[str, Any] = {
     "pad_token_id": None,
 }
 
-FAMILIES = ("qwen2", "qwen3", "llama", "gemma", "gpt2")
+FAMILIES = ("qwen2", "qwen3", "llama", "gemma", "gpt2", "smollm")
+
+PLAIN_ATTENTION = "plain"
+
+
+def _plain_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, scaling: float, **_: Any
+) -> tuple[Tensor, None]:
+    """Causal attention over one sequence, all in the inputs' dtype; transformers' own takes softmax in float32."""
+    key, value = (states.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for states in (key, value))
+    is_hidden = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool).triu(1)
+    scores = (scaling * query @ key.transpose(-1, -2)).masked_fill(is_hidden, -torch.inf)
+    return (scores.softmax(-1) @ value).transpose(1, 2), None
+
+
+AttentionInterface.register(PLAIN_ATTENTION, _plain_attention)
 
 
 def make_model(
@@ -58,6 +74,7 @@ def make_model(
         "llama": (LlamaConfig, LlamaForCausalLM),
         "gemma": (GemmaConfig, GemmaForCausalLM),
         "gpt2": (GPT2Config, GPT2LMHeadModel),
+        "smollm": (LlamaConfig, LlamaForCausalLM),
     }
     config_class, model_class = classes[family]
     if family == "gpt2":
@@ -72,7 +89,16 @@ def make_model(
             eos_token_id=1,
         )
     else:
-        config = config_class(**_SIZES, tie_word_embeddings=tied)
+        # SmolLM: an odd number of heads, three to a key/value head
+        odd = {
+            "hidden_size": 18,
+            "intermediate_size": 48,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "head_dim": 6,
+        }
+        sizes = _SIZES | odd if family == "smollm" else _SIZES
+        config = config_class(**sizes, tie_word_embeddings=tied)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_class._from_config(config, attn_implementation=attn, dtype=dtype)
@@ -148,10 +174,10 @@ def make_groups(
 def slow_logprobs(
     model: PreTrainedModel, prompt_ids: np.ndarray, response_ids: np.ndarray, temperature: float = 1.0
 ) -> Tensor:
-    """Log-probabilities of a response by one unpacked forward pass through transformers' own eager attention."""
+    """Log-probabilities of a response by one unpacked forward pass through plain attention."""
     ids = torch.tensor([[*prompt_ids.tolist(), *response_ids.tolist()]])
     implementation = model.config._attn_implementation
-    model.set_attn_implementation("eager")
+    model.set_attn_implementation(PLAIN_ATTENTION)
     try:
         logits = model(input_ids=ids, use_cache=False).logits[0]
     finally:
