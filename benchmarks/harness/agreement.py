@@ -12,7 +12,7 @@ NORM_TOLERANCE = 1e-3
 
 # deviations of a parameter count relative to its own gradient, but not to less than this part of the whole one's:
 # some gradients are 0 but for rounding (the bias of keys that are not rotated)
-_FLOOR = 1e-3
+_FLOOR = 1e-2
 
 
 class Reference:

@@ -1,7 +1,7 @@
 """Which way to a layer's norms is the quicker one on this machine, from a few timings made once and cached.
 
-For P x Q parameters and a trajectory of T rows, Gram matrices cost T^2 (P + Q) multiply-adds, and one product of all rows
-for the gradient later; single gradients cost T P Q multiply-adds, which replace that product, and some passes over
+For P x Q parameters and a trajectory of T rows, Gram matrices cost T^2 (P + Q) multiply-adds, and one product of all
+rows for the gradient later; single gradients cost T P Q multiply-adds, which replace that product, and some passes over
 P Q numbers. How fast each of these runs depends on T and on the sizes far more than on the count, so times are
 interpolated in tables instead of computed from one speed.
 """
@@ -27,7 +27,7 @@ from vcpo.cache import cache_directory
 
 LENGTHS = (8, 16, 32, 64, 128, 256, 512)
 WIDTHS = (64, 256, 1024)
-_ROUNDS = 5
+_ROUNDS = 8
 
 Table = list[list[float]]
 
@@ -126,7 +126,7 @@ def measure(device: torch.device, dtype: torch.dtype) -> CostModel:
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Median time of a call, the first one left out."""
+    """Shortest time of a call, the first one left out: what else runs on the machine only ever makes it longer."""
     times = []
     for _ in range(_ROUNDS + 1):
         begin = time.perf_counter()
@@ -134,7 +134,7 @@ def _seconds(run: Callable[[], object], device: torch.device) -> float:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         times.append(time.perf_counter() - begin)
-    return sorted(times[1:])[_ROUNDS // 2]
+    return min(times[1:])
 
 
 def _interpolate(table: Table, length: float, width: float, power: int) -> float:

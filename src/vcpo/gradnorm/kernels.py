@@ -54,12 +54,12 @@ def gram_matrices(rows_RI: Tensor, layout: Rows) -> tuple[list[Tensor], Tensor]:
         rows_BTI = rows_RI.unflatten(0, (len(layout.lengths), -1))
         grams = list(torch.bmm(rows_BTI, rows_BTI.transpose(1, 2)))
     else:
-        grams = [torch.mm(rows, rows.T) for rows in (rows_RI[own] for own in layout.slices())]
+        grams = [torch.mm(rows, rows.t()) for rows in rows_RI.split(layout.lengths)]
     return grams, torch.linalg.vector_norm(rows_RI, dim=1)
 
 
 def gram_squared_norms(use: OuterUse, shared: GramCache) -> tuple[Tensor, list[int]]:
-    """||L^T R||^2 = <L L^T, R R^T> per trajectory, without the gradient: (B,) float64, and where it is not to be trusted.
+    """||L^T R||^2 = <L L^T, R R^T> per trajectory, without the gradient: (B,) float64, and where it is not trusted.
 
     Terms of both signs are summed, so that rounding is relative to (sum_t |l_t| |r_t|)^2, not to the result. Where a
     trajectory's token gradients nearly cancel, too few digits remain; the caller computes those another way.
@@ -85,13 +85,14 @@ def single_gradient_tiles(use: OuterUse, member: int | None = None) -> Iterator[
     step = max(1, min(height, TILE_ELEMENTS // width))
     # equal tiles instead of full ones and a rest
     step = -(-height // -(-height // step))
-    scratch = left.new_empty(step * width)
-    slices = use.rows.slices()
-    chosen = range(len(slices)) if member is None else [member]
+    scratch = left.new_empty(step, width)
+    parts = list(zip(left.split(use.rows.lengths), right.split(use.rows.lengths), strict=True))
+    chosen = range(len(parts)) if member is None else [member]
     for begin in range(0, height, step):
         rows = min(step, height - begin)
-        part = scratch[: rows * width]
-        matrix = part.view(rows, width)
+        matrix = scratch[:rows]
+        flat = matrix.view(-1)
         for index in chosen:
-            torch.mm(left[slices[index], begin : begin + rows].T, right[slices[index]], out=matrix)
-            yield index, begin * width, part
+            own_left, own_right = parts[index]
+            torch.mm(own_left[:, begin : begin + rows].t(), own_right, out=matrix)
+            yield index, begin * width, flat

@@ -3,13 +3,13 @@
 The backward pass computes gradients of activations only. Each layer hands its input rows and output-gradient rows to a
 ``Recording``; they determine every trajectory's parameter gradient. For every layer one of two ways is taken:
 
-- *Gram*: the norms come from products of rows with rows, and the rows are kept until the coefficients are known, when one
-  product makes the layer's gradient. No single gradient ever exists.
+- *Gram*: the norms come from products of rows with rows, and the rows are kept until the coefficients are known, when
+  one product makes the layer's gradient. No single gradient ever exists.
 - *single*: each trajectory's gradient is made in parts that fit into a cache, measured, and added to running sums; the
   rows are given back at once.
 
-Which is quicker depends on lengths and sizes (``vcpo.gradnorm.costs``). Lookups, biases and norm weights are always kept:
-they are small.
+Which is quicker depends on lengths and sizes (``vcpo.gradnorm.costs``). Lookups, biases and norm weights are always
+kept: they are small.
 """
 
 from __future__ import annotations
@@ -173,8 +173,9 @@ class Recording:
                 f"the gradient of parameter {missing[0]!r} could not be followed: its layer was not called on packed"
                 " rows; freeze the parameter, register a layer rule, or choose a method without gradient norms"
             )
-        for name in sorted(self._unmeasured):
-            self._measure_together(name)
+        with _without_autocast(self._device):
+            for name in sorted(self._unmeasured):
+                self._measure_together(name)
 
     def squared_norms(self) -> Tensor:
         """(B,) float64 squared norms of each trajectory's gradient over all trainable parameters."""
@@ -183,26 +184,25 @@ class Recording:
     def kept_gradients(self, coefficients_B: Tensor) -> Iterator[tuple[str, Tensor]]:
         """For every parameter whose rows were kept, the sum over trajectories of coefficient times gradient."""
         for name, uses in self._kept.items():
-            total: Tensor | None = None
-            for use in uses:
-                if total is None:
-                    total = use.combined(coefficients_B)
-                elif isinstance(use, LookupUse):
-                    use.add_combined(coefficients_B, total)
-                else:
-                    total += use.combined(coefficients_B)
-            assert total is not None
+            with _without_autocast(self._device):
+                total = uses[0].combined(coefficients_B)
+                for use in uses[1:]:
+                    if isinstance(use, LookupUse):
+                        use.add_combined(coefficients_B, total)
+                    else:
+                        total += use.combined(coefficients_B)
             yield name, total
 
     def add_kept_gradients(self, sums: GradientSums, coefficients_B: Tensor) -> None:
         """Add ``kept_gradients`` to sums."""
-        for name, uses in self._kept.items():
-            for use in uses:
-                if isinstance(use, LookupUse):
-                    shape = (use.table_rows, use.gradients_RD.shape[1])
-                    use.add_combined(coefficients_B, sums.total(name, shape, use.gradients_RD))
-                else:
-                    sums.add(name, use.combined(coefficients_B))
+        with _without_autocast(self._device):
+            for name, uses in self._kept.items():
+                for use in uses:
+                    if isinstance(use, LookupUse):
+                        shape = (use.table_rows, use.gradients_RD.shape[1])
+                        use.add_combined(coefficients_B, sums.total(name, shape, use.gradients_RD))
+                    else:
+                        sums.add(name, use.combined(coefficients_B))
 
     def expect(self, layer: _Layer) -> None:
         """A layer will be delivered, as one call."""
@@ -213,8 +213,8 @@ class Recording:
     ) -> None:
         """The rows of some trajectories, in place of a call of the module.
 
-        first: index of the first of them; ``lengths``: rows of each. may_keep: whether the rows may be kept; if not, and
-        there are sums, single gradients are added to them.
+        first: index of the first of them; ``lengths``: rows of each. may_keep: whether the rows may be kept; if not,
+        and there are sums, single gradients are added to them.
         """
         layer = self._recorder.layer(module)
         if layer is not None:
@@ -260,9 +260,10 @@ class Recording:
         if rows.count == 0:
             self._seen.update(layer.parameters.values())
             return
-        for local, use in layer.rule(module, x_R, g_RD, rows):
-            if local in layer.parameters:
-                self._take(layer.parameters[local], use)
+        with _without_autocast(self._device):
+            for local, use in layer.rule(module, x_R, g_RD, rows):
+                if local in layer.parameters:
+                    self._take(layer.parameters[local], use)
 
     def _take(self, name: str, use: ParameterUse) -> None:
         self._seen.add(name)
@@ -379,6 +380,11 @@ class Recording:
         self._kept.setdefault(name, []).append(use)
 
 
+def _without_autocast(device: torch.device) -> torch.autocast:
+    """Sums over rows are made in float32 even where a caller runs the backward pass under autocast."""
+    return torch.autocast(device.type, enabled=False)
+
+
 class _Layer:
     """A module with trainable parameters of its own: ``parameters`` maps their names in it to those in the model."""
 
@@ -391,8 +397,8 @@ class _Layer:
 def _hide_parameters(layer: _Layer, module: nn.Module, inputs: tuple[Any, ...]) -> None:
     """Let the forward see constants in place of parameters, so that autograd makes no gradient for them.
 
-    Instance attributes come before registered parameters. Not ``requires_grad_(False)``: a sharded model's parameters in
-    use are not those that it shows outside of the forward pass.
+    Instance attributes come before registered parameters. Not ``requires_grad_(False)``: the parameters that a sharded
+    model uses are not those that it shows outside of the forward pass.
     """
     if torch.is_grad_enabled():
         for local in layer.parameters:
@@ -419,8 +425,8 @@ def _tap(recording: Recording, layer: _Layer, module: nn.Module, inputs: tuple[A
 class _Tap(torch.autograd.Function):
     """Leaves a layer's output as it is, and shows its gradient to the recording, with the input that autograd has kept.
 
-    The output counts as modified in place rather than as a view, so that later layers may modify it in place. The anchor
-    makes the output require a gradient even where nothing before it does, as at an embedding.
+    The output counts as modified in place rather than as a view, so that later layers may modify it in place. The
+    anchor makes the output require a gradient even where nothing before it does, as at an embedding.
     """
 
     @staticmethod

@@ -29,7 +29,8 @@ class Chunk:
     def gather(self, rows_R: Tensor) -> Tensor:
         """The rows as (members, width, ...), padding included."""
         if self.index_CT is None:
-            return rows_R.unflatten(0, (len(self.members), -1))
+            batched: Tensor = rows_R.unflatten(0, (len(self.members), -1))
+            return batched
         return rows_R.index_select(0, self.index_CT.flatten()).view(*self.index_CT.shape, *rows_R.shape[1:])
 
     def gather_or_zero(self, rows_R: Tensor) -> Tensor:
@@ -41,7 +42,7 @@ class Chunk:
 
 
 class Rows:
-    """Consecutive rows of trajectories ``first``, ``first + 1``, ...: ``lengths[i]`` rows each, in a tensor of their sum."""
+    """Consecutive rows of the trajectories ``first``, ``first + 1``, ..., in a tensor of ``sum(lengths)`` rows."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device, first: int = 0) -> None:
         self.lengths = list(lengths)

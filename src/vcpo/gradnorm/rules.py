@@ -72,15 +72,14 @@ def _is_rms_norm(module: Any) -> bool:
     x = x.to(module.weight.device)
     if _rms_epsilon(module, x.dtype) is None:
         return False
+    weights = [torch.full_like(x[0], value) for value in (0.0, 1.0, 2.0)]
     try:
-        outputs = [functional_call(module, {"weight": torch.full_like(x[0], value)}, (x,)) for value in (0.0, 1.0, 2.0)]
+        with torch.autocast(x.device.type, enabled=False):
+            outputs = [functional_call(module, {"weight": weight}, (x,)) for weight in weights]
     except (RuntimeError, TypeError, ValueError):
         return False
     xhat = x * _inverse_rms(module, x)[:, None]
-    return all(
-        torch.allclose(after - before, xhat, rtol=1e-4, atol=1e-5)
-        for before, after in pairwise(outputs)
-    )
+    return all(torch.allclose(after - before, xhat, rtol=1e-4, atol=1e-5) for before, after in pairwise(outputs))
 
 
 def _rms_epsilon(module: Any, dtype: torch.dtype) -> float | None:

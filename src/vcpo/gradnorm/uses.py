@@ -125,7 +125,9 @@ class VectorUse:
 
     def combined(self, coefficients_B: Tensor) -> Tensor:
         """See ``ParameterUse``."""
-        return torch.tensordot(self.rows.own(coefficients_B).to(self.gradients_BP), self.gradients_BP, dims=1)
+        coefficients = self.rows.own(coefficients_B).to(self.gradients_BP)
+        combined: Tensor = torch.tensordot(coefficients, self.gradients_BP, dims=1)
+        return combined
 
 
 @dataclass(frozen=True)
@@ -155,4 +157,5 @@ def at_least_float32(tensor: Tensor) -> Tensor:
 
 def row_squares(rows: Tensor) -> Tensor:
     """(rows,) squared length of each row, in float64."""
-    return torch.linalg.vector_norm(rows, dim=1).double().square()
+    lengths: Tensor = torch.linalg.vector_norm(rows, dim=1)
+    return lengths.double().square()

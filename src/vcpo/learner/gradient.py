@@ -39,7 +39,10 @@ _WAITING_ELEMENTS = 2**24  # of gradients that lack a baseline, beyond which a p
 
 @dataclass(frozen=True)
 class NormWay:
-    """How norms are taken. recorder: ``None`` for one trajectory at a time; rows_may_be_kept: not with checkpointing."""
+    """How norms are taken.
+
+    recorder: ``None`` for one trajectory at a time. rows_may_be_kept: not with activation checkpointing.
+    """
 
     recorder: GradientRecorder | None
     mode: NormMode
@@ -62,8 +65,8 @@ class GradientAssembly:
     log_ratios_B: sequence log-ratios, un-truncated.
     weights_B: importance weight of each trajectory's gradient; at token level the mean of its tokens' weights.
     squared_norms_B: NaN where not needed.
-    k3_B, truncated_B, entropies_B: sums over trained tokens of r - 1 - log r, of "the ratio is above the cap", and of the
-        entropy in nats.
+    k3_B, truncated_B, entropies_B: sums over trained tokens of r - 1 - log r, of "the ratio is above the cap", and of
+        the entropy in nats.
 
     packed_tokens: tokens that went through the model, prompts included.
     imprecise_norms: norms of one layer that needed another way because their token gradients nearly cancel.
@@ -113,14 +116,19 @@ class GradientAssembly:
             visit = self._single if self._norms.recorder is None else self._record
         else:
             visit = self._backward
-        for members in self._cut(minibatch.active_B, one_by_one=visit == self._single):
-            if self.problem is not None:
+        passes = self._cut(minibatch.active_B, one_by_one=visit == self._single)
+        # a sharded model holds back the gradients of plain passes up to the last, which therefore has to be made
+        must_go_on = self._parallel.needs_equal_passes and visit == self._backward
+        for number, members in enumerate(passes, start=1):
+            self._parallel.before_pass(is_last=number == len(passes))
+            if self.problem is not None and not must_go_on:
                 self._only_measure(members)
             else:
                 visit(members)
             self._exchange()
             if self._spec.needs_norms and self.problem is None:
                 self._find_baselines()
+        self._parallel.after_passes()
         totals = torch.tensor([self.packed_tokens, self.imprecise_norms], dtype=torch.float64)
         self.packed_tokens, self.imprecise_norms = (int(total) for total in self._parallel.sum(totals))
 
@@ -254,7 +262,10 @@ class GradientAssembly:
         visit.finish(head)
         gradient_KD = head.gradient_KD
         if gradient_KD is None and self._parallel.needs_equal_passes:
-            gradient_KD, consumer = torch.zeros_like(rows_KD), None
+            gradient_KD = torch.zeros_like(rows_KD)
+            if consumer is not None:
+                weight = layer.weight.detach()
+                consumer.total = {"weight": torch.zeros_like(weight), "bias": weight.new_zeros(len(weight))}
         if gradient_KD is not None:
             outputs = [rows_KD] if rows_KD.requires_grad else []
             if consumer is not None:
@@ -303,10 +314,10 @@ class GradientAssembly:
             head = self._run_head(rows_KD, batch, visit, consumer)
             visit.finish(head)
             gradient_KD = head.gradient_KD
-            if gradient_KD is None and self._parallel.needs_equal_passes:
-                gradient_KD = torch.zeros_like(rows_KD)
             if gradient_KD is not None:
                 recording.backward(rows_KD, gradient_KD)
+            elif self._parallel.needs_equal_passes:
+                torch.autograd.backward(rows_KD, torch.zeros_like(rows_KD))
         if members:
             self._measure_entropies(members, batch, head)
         if members and self.problem is None:
@@ -357,15 +368,18 @@ class GradientAssembly:
                 self.truncated_B,
                 self.entropies_B,
             ]
-            table = torch.zeros(len(vectors) + 1, len(self.log_ratios_B), dtype=torch.float64)
+            # one row that tells what is known, and one more column that tells whether a rank has a problem
+            table = torch.zeros(len(vectors) + 1, len(self.log_ratios_B) + 1, dtype=torch.float64)
             table[0, fresh] = 1
+            table[0, -1] = float(self.problem is not None)
             table[1:, fresh] = torch.stack(vectors)[:, fresh]
             table = self._parallel.sum(table)
-            known = table[0] > 0
-            for vector, row in zip(vectors, table[1:], strict=True):
+            known = table[0, :-1] > 0
+            for vector, row in zip(vectors, table[1:, :-1], strict=True):
                 vector[known] = row[known]
             self._unseen_B[known] = False
-            self.problem = self._parallel.first(self.problem)
+            if table[0, -1] > 0:
+                self.problem = self._parallel.first(self.problem)
         else:
             self._unseen_B[fresh] = False
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def k3_terms(log_ratios_N: Tensor) -> Tensor:
-    """r - 1 - log r with r = pi / mu, per token: never negative; its mean over tokens sampled from mu is KL(mu || pi)."""
+    """r - 1 - log r with r = pi / mu: never negative; its mean over tokens sampled from mu is KL(mu || pi)."""
     log_ratios = log_ratios_N.double()
     # an infinite ratio would be inf - inf
     return torch.where(log_ratios == torch.inf, torch.inf, torch.expm1(log_ratios) - log_ratios)
