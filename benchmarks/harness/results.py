@@ -97,7 +97,8 @@ def bars(results: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 
 def write_table(out: Path) -> None:
-    """``table.csv``: all rows of all finished cells."""
+    """``table.csv``: all rows of all finished cells; ``table.md``: the Markdown table."""
+    (out / "table.md").write_text(markdown(out), encoding="utf-8")
     with (out / "table.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
