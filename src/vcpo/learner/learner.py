@@ -93,6 +93,7 @@ class Learner:
                 if isinstance(module, GradientCheckpointingLayer):
                     module.training = True
         self._forward = PolicyForward(model, self.optimizer.parameters[0].device)
+        self._parallel.after_passes()
 
     def step(self, groups: Sequence[Group]) -> StepResult:
         """One update from a minibatch of groups.

@@ -89,12 +89,15 @@ class MasterAdamW:
             master.grad = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything needed to continue: AdamW's moments and step counts, and the master copies, by parameter name."""
+        """Everything needed to continue: AdamW's moments and step counts, and the master copies, by parameter name.
+
+        Whole tensors, whatever the layout of the parameters; all ranks must call it.
+        """
         state: dict[str, Tensor] = {}
         for name, parameter, master in zip(self._names, self.parameters, self._masters, strict=True):
-            state |= {f"{name}.{key}": value for key, value in self.adamw.state[master].items()}
+            state |= {f"{name}.{key}": self._parallel.whole(value) for key, value in self.adamw.state[master].items()}
             if parameter is not master:
-                state[f"{name}.master"] = master.detach()
+                state[f"{name}.master"] = self._parallel.whole(master.detach())
         return state
 
     def load_tensors(self, state: dict[str, Tensor]) -> None:
@@ -104,12 +107,12 @@ class MasterAdamW:
             for key in ("step", "exp_avg", "exp_avg_sq"):
                 if f"{name}.{key}" in state:
                     value = state[f"{name}.{key}"]
-                    moments[key] = value.clone() if key == "step" else value.to(master, copy=True)
+                    moments[key] = value.clone() if key == "step" else self._parallel.share(value, master)
             if moments:
                 self.adamw.state[master] = moments
             if parameter is not master:
                 with torch.no_grad():
-                    master.copy_(state[f"{name}.master"])
+                    master.copy_(self._parallel.share(state[f"{name}.master"], master))
 
 
 def _master(parameter: nn.Parameter) -> nn.Parameter:
