@@ -76,9 +76,9 @@ def _is_rms_norm(module: Any) -> bool:
     try:
         with torch.autocast(x.device.type, enabled=False):
             outputs = [functional_call(module, {"weight": weight}, (x,)) for weight in weights]
+            xhat = x * _inverse_rms(module, x)[:, None]
     except (RuntimeError, TypeError, ValueError):
         return False
-    xhat = x * _inverse_rms(module, x)[:, None]
     return all(torch.allclose(after - before, xhat, rtol=1e-4, atol=1e-5) for before, after in pairwise(outputs))
 
 
