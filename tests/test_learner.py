@@ -18,6 +18,8 @@ from torch import nn
 from learner_cases import FAMILIES, make_groups, make_model, slow_update
 from vcpo.config import TrainingSection
 from vcpo.errors import UserError
+from vcpo.gradnorm import recorder
+from vcpo.learner import gradient
 from vcpo.learner.learner import Learner, StepResult
 from vcpo.methods.spec import METHODS, MethodSpec
 from vcpo.records import Group
@@ -104,6 +106,22 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "leave one out": {"baseline": "leave_one_out"},
     "no baseline": {"baseline": "none"},
 }
+
+
+@pytest.mark.parametrize("mode", ["gram", "single"])
+@pytest.mark.parametrize("max_tokens", [1, 30, 10_000])
+@pytest.mark.parametrize("most_waiting", [1, 2**24])
+def test_update_does_not_depend_on_how_norms_are_made(
+    mode: str, max_tokens: int, most_waiting: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model("gpt2")
+    groups = make_groups(model, REWARDS, drift=1.0)
+    expected, result = updated(model, groups, VCPO)
+    monkeypatch.setattr(gradient, "_WAITING_ELEMENTS", most_waiting)
+    monkeypatch.setattr(recorder, "SMALL_ELEMENTS", 300)
+    ours, other = updated(model, groups, VCPO, max_tokens_per_microbatch=max_tokens, gradient_norm_mode=mode)
+    assert distance(expected, ours) < 1e-12
+    assert result.squared_norms_B == pytest.approx(other.squared_norms_B, rel=1e-12, nan_ok=True)
 
 
 @pytest.mark.parametrize("parts", VARIANTS.values(), ids=VARIANTS.keys())
