@@ -14,6 +14,7 @@ import platform
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from math import log2
@@ -170,4 +171,5 @@ def _write(path: Path, content: dict[str, dict[str, Any]]) -> None:
         beside.write_text(json.dumps(content, indent=1), encoding="utf-8")
         beside.replace(path)
     except OSError:
-        beside.unlink(missing_ok=True)
+        with suppress(OSError):
+            beside.unlink()
