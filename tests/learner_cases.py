@@ -32,7 +32,7 @@ VOCABULARY = 11
 
 torch.set_num_threads(1)
 
-_SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 16,
     "intermediate_size": 24,
@@ -65,7 +65,12 @@ AttentionInterface.register(PLAIN_ATTENTION, _plain_attention)
 
 
 def make_model(
-    family: str = "qwen2", tied: bool = True, dtype: torch.dtype = torch.float64, seed: int = 0, attn: str = ATTENTION
+    family: str = "qwen2",
+    tied: bool = True,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+    attn: str = ATTENTION,
+    vocabulary: int = VOCABULARY,
 ) -> PreTrainedModel:
     """A tiny model whose norm weights and biases are not at their initial values, where wrong rules look right."""
     classes: dict[str, tuple[Any, Any]] = {
@@ -79,7 +84,7 @@ def make_model(
     config_class, model_class = classes[family]
     if family == "gpt2":
         config = config_class(
-            vocab_size=VOCABULARY,
+            vocab_size=vocabulary,
             n_embd=16,
             n_layer=2,
             n_head=4,
@@ -97,11 +102,18 @@ def make_model(
             "num_key_value_heads": 1,
             "head_dim": 6,
         }
-        sizes = _SIZES | odd if family == "smollm" else _SIZES
-        config = config_class(**sizes, tie_word_embeddings=tied)
+        sizes = SIZES | odd if family == "smollm" else SIZES
+        config = config_class(**sizes | {"vocab_size": vocabulary}, tie_word_embeddings=tied)
+    return randomised(model_class, config, dtype, seed, attn)
+
+
+def randomised(
+    model_class: Any, config: Any, dtype: torch.dtype = torch.float64, seed: int = 0, attn: str = ATTENTION
+) -> PreTrainedModel:
+    """A model whose parameters are not at their initial values."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = model_class._from_config(config, attn_implementation=attn, dtype=dtype)
+        model: PreTrainedModel = model_class._from_config(config, attn_implementation=attn, dtype=dtype)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.2 * torch.randn_like(parameter))
