@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vcpo.errors import UserError
 from vcpo.gradnorm.recorder import GradientRecorder, NormMode, Recording
 from vcpo.gradnorm.sums import LateCoefficients
 from vcpo.learner.forward import PolicyForward
@@ -327,8 +326,6 @@ class GradientAssembly:
 
     def _single(self, members: list[int]) -> None:
         """One trajectory through autograd; its gradient goes into sums, as recorded ones do."""
-        if self._parallel.needs_equal_passes:
-            raise UserError("gradient norms one trajectory at a time are not available for a sharded model")
         if not members:
             return
         sums = self._optimizer.sums

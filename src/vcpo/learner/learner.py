@@ -72,7 +72,7 @@ class Learner:
         parallel: the other learner processes, if there are any; every rank passes the same groups to ``step``.
 
         Raises UserError if the method needs gradient norms and a layer has no rule for them, unless
-        ``training.gradient_norm_fallback`` allows to take them one trajectory at a time.
+        ``training.gradient_norm_fallback`` allows to take them one trajectory at a time (not for a sharded model).
         """
         self.model = model
         self.spec = spec
@@ -179,7 +179,12 @@ class Learner:
     def _make_recorder(self) -> GradientRecorder | None:
         try:
             return GradientRecorder(self.model)
-        except UserError:
-            if self.training.gradient_norm_fallback:
-                return None
-            raise
+        except UserError as error:
+            if not self.training.gradient_norm_fallback:
+                raise
+            if self._parallel.needs_equal_passes:
+                raise UserError(
+                    "training.gradient_norm_fallback takes one trajectory at a time, which a sharded model cannot do,"
+                    f" and without it {error}"
+                ) from error
+            return None
