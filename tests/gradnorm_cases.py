@@ -86,6 +86,7 @@ WAYS = [
     Way("auto", True, is_large=True),
     Way("single", True, is_large=True),
 ]
+FEW_WAYS = [Way("gram", False), Way("gram", True), Way("single", True, is_large=True)]
 
 Run = Callable[[], tuple[Tensor, Tensor]]
 """Runs the model, inside a recording: outputs, and what multiplies them in the objective."""

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from gradnorm_cases import (
     CPU,
+    FEW_WAYS,
     WAYS,
     Way,
     assert_exact,
@@ -67,7 +68,7 @@ def test_float32_is_exact_to_four_digits(family: str, tied: bool) -> None:
     model = make_model(family, tied, torch.float32)
     trajectories = some_trajectories(model)
     singles = [slow_gradient(in_float64(model), t) for t in trajectories]
-    for way in WAYS:
+    for way in FEW_WAYS:
         assert_exact(model, record_policy(model, trajectories, way=way), singles, 1e-4)
 
 
@@ -90,7 +91,7 @@ def some_sequences(draw: st.DrawFn) -> list[Trajectory]:
 
 
 @given(some_sequences(), st.sampled_from(FAMILIES), st.booleans(), st.sampled_from(WAYS))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_any_lengths_tokens_and_masks(trajectories: list[Trajectory], family: str, tied: bool, way: Way) -> None:
     model = model_of(family, tied)
     singles = [slow_gradient(model, t) for t in trajectories]
