@@ -48,6 +48,37 @@ class TiedThreeTimes(nn.Module):
         return self.head(torch.tanh(self.head(self.embedding(ids % WIDTH))))  # type: ignore[no-any-return]
 
 
+class TiedBackwards(nn.Module):
+    """The lookup comes after the product, so that its gradient comes before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Embedding(9, WIDTH)
+        self.second = nn.Embedding(9, WIDTH)
+        self.product = nn.Linear(WIDTH, 9, bias=False)
+        self.product.weight = self.second.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return torch.tanh(self.product(self.first(ids)))[..., :WIDTH] * self.second(ids)  # type: ignore[no-any-return]
+
+
+class PartlyUnused(nn.Module):
+    """Outputs that nothing reads, of a layer that is used again and of a table that is tied; an input by its name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.embedding = nn.Embedding(9, WIDTH), nn.Embedding(9, WIDTH)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 9, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.table(ids)
+        hidden = self.embedding(ids)
+        self.linear(hidden)
+        return self.head(input=self.linear(input=hidden))  # type: ignore[no-any-return]
+
+
 class Heads(nn.Module):
     """A norm over each head's part, as in Qwen3's attention."""
 
@@ -68,6 +99,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "frozen layer between": lambda: lookup(nn.Linear(WIDTH, 8).requires_grad_(False), nn.Linear(8, 3)),
     "shared": Shared,
     "tied three times": TiedThreeTimes,
+    "tied backwards": TiedBackwards,
+    "partly unused": PartlyUnused,
     "heads": lambda: lookup(Heads()),
     "nested": lambda: lookup(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.GELU(), nn.Linear(WIDTH, 2)))),
 }

@@ -148,6 +148,25 @@ def test_layer_that_sees_other_rows_is_named() -> None:
     assert_untouched(model)
 
 
+class TokensFirst(nn.Module):
+    """Turns a batch around before its layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(9, WIDTH)
+        self.linear = nn.Linear(WIDTH, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.linear(self.embedding(ids).transpose(0, 1)).transpose(0, 1)  # type: ignore[no-any-return]
+
+
+def test_layer_that_sees_tokens_before_trajectories_is_named() -> None:
+    model = TokensFirst().double()
+    ids, g = inputs_and_gradients(model)
+    with pytest.raises(UserError, match="layer 'linear' was called on 30 rows, which are not"):
+        record_run(model, [[TOKENS] * BATCH], lambda: (model(ids), g))
+
+
 def raise_interrupt(*_: Any) -> None:
     raise KeyboardInterrupt
 

@@ -98,7 +98,7 @@ class GradientRecorder:
                 continue
             handles += [
                 module.register_forward_pre_hook(partial(_hide_parameters, layer)),
-                module.register_forward_hook(partial(_tap, recording, layer), always_call=True),
+                module.register_forward_hook(partial(_tap, recording, layer), with_kwargs=True, always_call=True),
             ]
         gradients = [p.grad for p in self._parameters]
         for parameter in self._parameters:
@@ -248,8 +248,10 @@ class Recording:
         """Leading dimensions are (batch, tokens) or (tokens); more may follow, such as attention heads."""
         count = prod(output.shape[:-1])
         for leading in (2, 1):
-            layout = self._layouts.get(prod(output.shape[: min(leading, output.dim() - 1)]))
-            if layout is not None:
+            shape = output.shape[: min(leading, output.dim() - 1)]
+            layout = self._layouts.get(prod(shape))
+            # not (tokens, batch), which has as many rows
+            if layout is not None and (len(shape) < 2 or shape[0] == 1 or layout.is_batch(*shape)):
                 return layout if layout.count == count else layout.repeated(count // layout.count)
         raise UserError(
             f"layer {layer.name!r} was called on {count} rows, which are not the rows of the packed trajectories;"
@@ -271,7 +273,7 @@ class Recording:
         is_tied = self._calls[name] == 2 and len(lookups) == 1
         if self._calls[name] == 1:
             self._measure(name, use)
-        elif is_tied and isinstance(use, OuterUse | SingleUse):
+        elif is_tied and isinstance(use, OuterUse | SingleUse) and name not in self._unmeasured:
             self._remember_cross_terms(name, use, *lookups[0])
             self._measure(name, use)
         elif is_tied and isinstance(use, LookupUse) and name in self._cross:
@@ -410,11 +412,18 @@ def _show_parameters(layer: _Layer, module: nn.Module) -> None:
         module.__dict__.pop(local, None)
 
 
-def _tap(recording: Recording, layer: _Layer, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+def _tap(
+    recording: Recording,
+    layer: _Layer,
+    module: nn.Module,
+    inputs: tuple[Any, ...],
+    named_inputs: dict[str, Any],
+    output: Any,
+) -> Any:
     _show_parameters(layer, module)
     if output is None or not torch.is_grad_enabled():
         return output
-    x = inputs[0].detach()
+    x = (inputs or tuple(named_inputs.values()))[0].detach()
     recording.called(layer, module, x, output)
     if output.is_leaf:  # such as an embedding's that was made to require a gradient, for checkpointing
         output = output.detach()

@@ -67,6 +67,10 @@ class Rows:
         """The same trajectories with ``factor`` rows in place of each, such as one per attention head."""
         return Rows([factor * length for length in self.lengths], self.device, self.first)
 
+    def is_batch(self, trajectories: int, tokens: int) -> bool:
+        """Whether these are the rows of a padded batch of this shape."""
+        return len(self.lengths) == trajectories and set(self.lengths) == {tokens}
+
     def own(self, values_B: Tensor) -> Tensor:
         """Of one value per trajectory of the whole recording, those of the trajectories in these rows."""
         return values_B[self.first : self.first + len(self.lengths)]
