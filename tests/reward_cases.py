@@ -18,7 +18,7 @@ def raises_later(completions: list[str], **columns: Any) -> list[float]:
     """Works for some groups, then fails with a message of its own."""
     global _calls
     _calls += 1
-    if _calls > 6:
+    if _calls > 20:  # more than the groups that may start before the first step
         raise ZeroDivisionError("the judge has no more paper")
     return digit_mean(completions)
 

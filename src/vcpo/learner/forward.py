@@ -43,7 +43,7 @@ class PolicyForward:
     """Runs a model without its output layer.
 
     head: the output layer that is left to the caller (``vcpo.learner.head``), or ``None`` if the model's own is used
-        because it is no plain linear layer or the model changes its logits afterwards (soft-capping, scaling). This
+        because it is no plain linear layer or the model changes its logits afterwards (soft-capping). This
         is found out by trying, because models differ in it without a sign.
     """
 

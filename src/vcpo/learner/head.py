@@ -124,7 +124,8 @@ class _HeadRun:
         consumer: HeadConsumer | None,
     ) -> None:
         self._rows_KD = rows_KD
-        self._weight: Tensor | None = None if head is None else head.weight.detach()
+        weight: Any = None if head is None else head.weight
+        self._weight: Tensor | None = None if weight is None else weight.detach()
         bias: Any = None if head is None else head.bias
         self._bias: Tensor | None = None if bias is None else bias.detach()
         self._targets_K = targets_K
