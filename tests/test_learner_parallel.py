@@ -56,8 +56,8 @@ CASES: dict[str, Case] = {
     # weights decay all the same, which the next step has to see
     "no active trajectory": Case(rewards=((1, 1), (0, 0, 0)), steps=3),
     # in late and early passes and in a group of equal rewards; then a good step
-    "vcpo, NaN": Case(broken=((9,), (1,), (5,)), tied=False, steps=4),
-    "tis, NaN": Case(method="tis", broken=((9,), (1,), (5,)), tied=False, steps=4),
+    "vcpo, NaN": Case(broken=((10,), (1,), (5,)), tied=False, steps=4, max_tokens=20),
+    "tis, NaN": Case(method="tis", broken=((10,), (1,), (5,)), tied=False, steps=4, max_tokens=20),
 }
 
 
