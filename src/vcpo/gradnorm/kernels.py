@@ -48,13 +48,13 @@ class GramCache:
 
 
 def gram_matrices(rows_RI: Tensor, layout: Rows) -> tuple[list[Tensor], Tensor]:
-    """The Gram matrix of each trajectory's rows, and the length of every row."""
+    """The Gram matrix of each trajectory's rows, flattened, and the length of every row."""
     rows_RI = at_least_float32(rows_RI)
     if len(set(layout.lengths)) == 1:
         rows_BTI = rows_RI.unflatten(0, (len(layout.lengths), -1))
-        grams = list(torch.bmm(rows_BTI, rows_BTI.transpose(1, 2)))
+        grams = list(torch.bmm(rows_BTI, rows_BTI.transpose(1, 2)).flatten(1))
     else:
-        grams = [torch.mm(rows, rows.t()) for rows in rows_RI.split(layout.lengths)]
+        grams = [torch.mm(rows, rows.t()).view(-1) for rows in rows_RI.split(layout.lengths)]
     return grams, torch.linalg.vector_norm(rows_RI, dim=1)
 
 
@@ -66,9 +66,9 @@ def gram_squared_norms(use: OuterUse, shared: GramCache) -> tuple[Tensor, list[i
     """
     left_grams, left_R = gram_matrices(use.left_RP, use.rows)
     right_grams, right_R = shared.of(use.right_RQ, use.rows)
-    products = [torch.dot(a.view(-1), b.view(-1)) for a, b in zip(left_grams, right_grams, strict=True)]
+    products = [torch.dot(a, b) for a, b in zip(left_grams, right_grams, strict=True)]
     squares_B = torch.stack(products).double()
-    largest_B = use.rows.sums((left_R * right_R)[:, None])[:, 0].double().square()
+    largest_B = use.rows.sums(left_R * right_R).double().square()
     epsilon = torch.finfo(left_R.dtype).eps
     doubtful_B = epsilon * largest_B > _RELATIVE_ERROR[left_R.dtype] * squares_B
     return squares_B, doubtful_B.nonzero()[:, 0].tolist()

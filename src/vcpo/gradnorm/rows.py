@@ -9,7 +9,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-_LONG = 16  # mean rows per trajectory from which one operation per trajectory is the quicker way
+_LARGE = 2**20  # numbers from which one operation per trajectory is quicker than one scattering operation
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ class Rows:
         self.device = device
         self._starts = [0, *accumulate(self.lengths)]
         self._lengths_B: Tensor | None = None
+        self._owner_R: Tensor | None = None
 
     @property
     def lengths_B(self) -> Tensor:
@@ -58,6 +59,13 @@ class Rows:
         if self._lengths_B is None:
             self._lengths_B = torch.tensor(self.lengths, device=self.device)
         return self._lengths_B
+
+    @property
+    def owner_R(self) -> Tensor:
+        """The position in ``lengths`` of the trajectory of each row."""
+        if self._owner_R is None:
+            self._owner_R = self.spread(torch.arange(len(self.lengths), device=self.device))
+        return self._owner_R
 
     def slices(self) -> list[slice]:
         """The rows of each trajectory."""
@@ -82,14 +90,13 @@ class Rows:
     def sums(self, rows_RP: Tensor, row_weights_R: Tensor | None = None) -> Tensor:
         """(B, P) sums of each trajectory's rows, each row times its weight."""
         # never as a product with a 0/1 matrix: a trajectory's NaN would be in the sums of all others
-        if self.count > _LONG * len(self.lengths):
+        if rows_RP.numel() > _LARGE * (1 + len(self.lengths) // 64):
             if row_weights_R is None:
                 row_weights_R = rows_RP.new_ones(self.count)
             return torch.stack([row_weights_R[own] @ rows_RP[own] for own in self.slices()])
         if row_weights_R is not None:
             rows_RP = rows_RP * row_weights_R[:, None]
-        owner_R = self.spread(torch.arange(len(self.lengths), device=self.device))
-        return rows_RP.new_zeros(len(self.lengths), *rows_RP.shape[1:]).index_add_(0, owner_R, rows_RP)
+        return rows_RP.new_zeros(len(self.lengths), *rows_RP.shape[1:]).index_add_(0, self.owner_R, rows_RP)
 
     def chunks(self, elements: int, per_member: int) -> Iterator[Chunk]:
         """All trajectories, those of similar length together, as many at a time as fit into ``elements`` numbers.

@@ -88,8 +88,7 @@ class LookupUse:
     def squared_norms(self) -> Tensor:
         """See ``ParameterUse``; from the table rows that occur, without forming tables."""
         count = len(self.rows.lengths)
-        owner_R = self.rows.spread(torch.arange(count, device=self.ids_R.device))
-        pairs, slot_R = torch.unique(owner_R * self.table_rows + self.ids_R, return_inverse=True)
+        pairs, slot_R = torch.unique(self.rows.owner_R * self.table_rows + self.ids_R, return_inverse=True)
         gradients = at_least_float32(self.gradients_RD)
         summed = gradients.new_zeros(len(pairs), gradients.shape[-1]).index_add_(0, slot_R, gradients)
         squares = row_squares(summed)
