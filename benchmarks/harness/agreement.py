@@ -7,7 +7,7 @@ from alternatives.one_at_a_time import OneAtATime
 from torch import Tensor
 from transformers import PreTrainedModel
 
-GRADIENT_TOLERANCE = 1e-4
+GRADIENT_TOLERANCE = 1e-3
 NORM_TOLERANCE = 1e-3
 
 # deviations of a parameter count relative to its own gradient, but not to less than this part of the whole one's:

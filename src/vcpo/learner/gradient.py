@@ -128,6 +128,8 @@ class GradientAssembly:
             if self._spec.needs_norms and self.problem is None:
                 self._find_baselines()
         self._parallel.after_passes()
+        if self._pending and self.problem is None:
+            raise RuntimeError("a baseline stayed unknown: the gradient would lack the trajectories that wait for it")
         totals = torch.tensor([self.packed_tokens, self.imprecise_norms], dtype=torch.float64)
         self.packed_tokens, self.imprecise_norms = (int(total) for total in self._parallel.sum(totals))
 
