@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from run_cases import tiny_config
+from vcpo.cache import cache_directory
 from vcpo.config import RunConfig
 from vcpo.errors import UserError
 from vcpo.models.loading import load_model
-from vcpo.cache import cache_directory
 from vcpo.pipeline.warm_start import warm_start
 from vcpo.records import Grade, Problem
 from vcpo.tasks.protocol import Task
