@@ -60,3 +60,12 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "logging.tensorboard=true",
     )
     return train(config)
+
+
+@pytest.fixture(scope="module")
+def exact_reference() -> Iterator[None]:
+    """RMSNorm in float64 where the model is, so that rounding in transformers does not hide errors of ours."""
+    from gradnorm_cases import float64_norms
+
+    with float64_norms():
+        yield

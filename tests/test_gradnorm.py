@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -18,7 +17,6 @@ from gradnorm_cases import (
     WAYS,
     Way,
     assert_exact,
-    float64_norms,
     in_float64,
     record_policy,
     some_trajectories,
@@ -37,11 +35,7 @@ from vcpo.gradnorm.uses import OuterUse
 from vcpo.learner.packing import pack
 from vcpo.records import Trajectory
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _exact_reference() -> Iterator[None]:
-    with float64_norms():
-        yield
+pytestmark = pytest.mark.usefixtures("exact_reference")
 
 
 @cache

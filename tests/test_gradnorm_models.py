@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from gradnorm_cases import (
     WAYS,
     Way,
     assert_exact,
-    float64_norms,
     in_float64,
     record_policy,
     record_run,
@@ -30,11 +28,7 @@ from vcpo.errors import UserError
 from vcpo.gradnorm.recorder import GradientRecorder
 from vcpo.learner.packing import pack
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _exact_reference() -> Iterator[None]:
-    with float64_norms():
-        yield
+pytestmark = pytest.mark.usefixtures("exact_reference")
 
 
 def with_adapters(tied: bool, **options: Any) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vcpo.methods.advantages import fixed_baselines, length_factors, optimal_baselines, reward_scales
 from vcpo.methods.ratios import truncated_weights
@@ -52,6 +52,18 @@ def logprobs_and_entropies(logits: Tensor, targets: Tensor) -> tuple[Tensor, Ten
     logprobs = torch.log_softmax(logits, dim=-1)
     fixed = logprobs.detach()
     return logprobs.gather(-1, targets[..., None])[..., 0], -torch.linalg.vecdot(fixed.exp(), fixed)
+
+
+def padded_logprobs(model: nn.Module, batch: PaddedBatch) -> Tensor:
+    """(B,) sums of the response tokens' log-probabilities; the entropies are made as well, because the learner does."""
+    logits_BRV = model(
+        input_ids=batch.ids_BT,
+        attention_mask=batch.mask_BT,
+        logits_to_keep=batch.predictors_R,
+        use_cache=False,
+    ).logits
+    logprobs_BR, _ = logprobs_and_entropies(logits_BRV, batch.targets_BR)
+    return (logprobs_BR * batch.trained_BR).sum(dim=1)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from alternatives.objective import Objective, logprobs_and_entropies, padded
+from alternatives.objective import Objective, padded, padded_logprobs
 from vcpo.records import Trajectory
 
 
@@ -33,16 +33,9 @@ class OpacusGhost:
 
     def gradient(self) -> Tensor:
         """See ``Alternative``."""
-        batch, objective = self._batch, self._objective
+        objective = self._objective
         self._module.enable_hooks()
-        logits_BRV = self._module(
-            input_ids=batch.ids_BT,
-            attention_mask=batch.mask_BT,
-            logits_to_keep=batch.predictors_R,
-            use_cache=False,
-        ).logits
-        logprobs_BR, _ = logprobs_and_entropies(logits_BRV, batch.targets_BR)
-        logprobs_B = (logprobs_BR * batch.trained_BR).sum(dim=1)
+        logprobs_B = padded_logprobs(self._module, self._batch)
         logprobs_B.sum().backward(retain_graph=True)
         squared_norms_B: Tensor = self._module.get_norm_sample().double().square().cpu()
         for parameter in self._parameters:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedModel
 
-from alternatives.objective import Objective, logprobs_and_entropies, padded
+from alternatives.objective import Objective, padded, padded_logprobs
 from vcpo.records import Trajectory
 
 
@@ -23,15 +23,7 @@ class Padded:
 
     def gradient(self) -> None:
         """See ``Alternative``."""
-        batch = self._batch
-        logits_BRV = self._model(
-            input_ids=batch.ids_BT,
-            attention_mask=batch.mask_BT,
-            logits_to_keep=batch.predictors_R,
-            use_cache=False,
-        ).logits
-        logprobs_BR, _ = logprobs_and_entropies(logits_BRV, batch.targets_BR)
-        logprobs_B = (logprobs_BR * batch.trained_BR).sum(dim=1)
+        logprobs_B = padded_logprobs(self._model, self._batch)
         units_B = self._objective.units(self._objective.log_ratios(logprobs_B))
         coefficients_B = units_B * (self._objective.rewards_B - self._objective.mean_baseline())
         logprobs_B.backward(-coefficients_B.to(logprobs_B))

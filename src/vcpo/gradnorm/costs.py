@@ -13,6 +13,7 @@ import os
 import platform
 import time
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor
 
 from vcpo.cache import cache_directory
+from vcpo.gradnorm.kernels import TILE_ELEMENTS
 
 LENGTHS = (8, 16, 32, 64, 128, 256, 512)
 WIDTHS = (64, 256, 1024)
@@ -56,10 +58,7 @@ class CostModel:
         side = size**0.5
         gram = self.combined * sum(lengths) * size
         single = 0.0
-        counts: dict[int, int] = {}
-        for length in lengths:
-            counts[length] = counts.get(length, 0) + 1
-        for length, count in counts.items():
+        for length, count in Counter(lengths).items():
             columns = height * _interpolate(self.gram, length, height, 2)
             if not is_shared:
                 columns += width * _interpolate(self.gram, length, width, 2)
@@ -70,7 +69,7 @@ class CostModel:
 
 @lru_cache(maxsize=8)
 def cost_model(device: torch.device, dtype: torch.dtype, threads: int) -> CostModel:
-    """The costs on this machine: from the cache, or measured now (about a second)."""
+    """The costs on this machine: from the cache, or measured now."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     key = f"{device.type} {name} {os.cpu_count()} cores, {threads} threads, {dtype}, torch {torch.__version__}, 1"
     path = cache_directory() / "gradient-costs.json"
@@ -102,8 +101,7 @@ def measure(device: torch.device, dtype: torch.dtype) -> CostModel:
 
     def single(length: int, width: int) -> float:
         left, right = random(3 * length, width), random(3 * length, width)
-        # at most the part of a gradient that is made at one time
-        height = min(width, 2**18 // width)
+        height = min(width, TILE_ELEMENTS // width)
         scratch, first, second = random(height, width), random(height, width), random(height, width)
 
         def run() -> None:

@@ -151,7 +151,7 @@ class Recording:
         self._sums = sums
         self._late = late
         self.anchor = torch.zeros((), device=self._device, requires_grad=True)
-        self.squared_norms_B = torch.zeros(len(layouts[0].lengths), dtype=torch.float64, device=self._device)
+        self._squared_norms_B = torch.zeros(len(layouts[0].lengths), dtype=torch.float64, device=self._device)
         self.imprecise = 0
         self._calls: Counter[str] = Counter()
         self._lookups: dict[str, list[tuple[Tensor, Rows]]] = {}
@@ -179,30 +179,19 @@ class Recording:
 
     def squared_norms(self) -> Tensor:
         """(B,) float64 squared norms of each trajectory's gradient over all trainable parameters."""
-        return self.squared_norms_B
+        return self._squared_norms_B
 
     def kept_gradients(self, coefficients_B: Tensor) -> Iterator[tuple[str, Tensor]]:
         """For every parameter whose rows were kept, the sum over trajectories of coefficient times gradient."""
-        for name, uses in self._kept.items():
-            with _without_autocast(self._device):
-                total = uses[0].combined(coefficients_B)
-                for use in uses[1:]:
-                    if isinstance(use, LookupUse):
-                        use.add_combined(coefficients_B, total)
-                    else:
-                        total += use.combined(coefficients_B)
-            yield name, total
+        for name in self._kept:
+            sums = GradientSums()
+            self._add_kept(name, sums, coefficients_B)
+            yield name, sums.totals[name]
 
     def add_kept_gradients(self, sums: GradientSums, coefficients_B: Tensor) -> None:
         """Add ``kept_gradients`` to sums."""
-        with _without_autocast(self._device):
-            for name, uses in self._kept.items():
-                for use in uses:
-                    if isinstance(use, LookupUse):
-                        shape = (use.table_rows, use.gradients_RD.shape[1])
-                        use.add_combined(coefficients_B, sums.total(name, shape, use.gradients_RD))
-                    else:
-                        sums.add(name, use.combined(coefficients_B))
+        for name in self._kept:
+            self._add_kept(name, sums, coefficients_B)
 
     def expect(self, layer: _Layer) -> None:
         """A layer will be delivered, as one call."""
@@ -331,7 +320,7 @@ class Recording:
             for chunk in use.rows.chunks(BATCHED_ELEMENTS, size):
                 singles = use.per_trajectory(chunk)
                 members = [first + index for index in chunk.members]
-                self.squared_norms_B[members] += row_squares(singles.flatten(1))
+                self._squared_norms_B[members] += row_squares(singles.flatten(1))
                 sums.add_singles(name, shape, singles, self._late, members)
             return
         indices, squares = [], []
@@ -340,7 +329,7 @@ class Recording:
             squares.append(torch.dot(part, part))
             sums.add_single(name, shape, offset, part, self._late, first + index)
         where = torch.tensor(indices, device=self._device)
-        self.squared_norms_B.index_add_(0, where, torch.stack(squares).double())
+        self._squared_norms_B.index_add_(0, where, torch.stack(squares).double())
 
     def _remember_cross_terms(self, name: str, use: OuterUse | SingleUse, ids_R: Tensor, lookup_rows: Rows) -> None:
         """Of a tied output layer's gradient, the table rows that the trajectory's own ids look up: |a + b|^2 = |a|^2 +
@@ -361,11 +350,11 @@ class Recording:
         gradients_RD = at_least_float32(use.gradients_RD)
         for index, own in enumerate(use.rows.slices()):
             if index in terms:
-                self.squared_norms_B[index] += 2 * (gradients_RD[own] * terms[index]).sum(dtype=torch.float64)
+                self._squared_norms_B[index] += 2 * (gradients_RD[own] * terms[index]).sum(dtype=torch.float64)
 
     def _measure_together(self, name: str) -> None:
         """Norms of a parameter with several uses: the norm of their sum, one trajectory after another."""
-        for index in range(len(self.squared_norms_B)):
+        for index in range(len(self._squared_norms_B)):
             total: Tensor | None = None
             for use in self._kept[name]:
                 position = index - use.rows.first
@@ -373,10 +362,19 @@ class Recording:
                     single = use.per_trajectory(use.rows.chunk([position]))[0]
                     total = single if total is None else total + single
             if total is not None:
-                self.squared_norms_B[index] += row_squares(total.flatten()[None])[0]
+                self._squared_norms_B[index] += row_squares(total.flatten()[None])[0]
 
     def _add_norms(self, use: ParameterUse, squares_B: Tensor) -> None:
-        use.rows.own(self.squared_norms_B).add_(squares_B)
+        use.rows.own(self._squared_norms_B).add_(squares_B)
+
+    def _add_kept(self, name: str, sums: GradientSums, coefficients_B: Tensor) -> None:
+        with _without_autocast(self._device):
+            for use in self._kept[name]:
+                if isinstance(use, LookupUse):
+                    shape = (use.table_rows, use.gradients_RD.shape[1])
+                    use.add_combined(coefficients_B, sums.total(name, shape, use.gradients_RD))
+                else:
+                    sums.add(name, use.combined(coefficients_B))
 
     def _keep(self, name: str, use: ParameterUse) -> None:
         self._kept.setdefault(name, []).append(use)

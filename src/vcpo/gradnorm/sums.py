@@ -38,12 +38,12 @@ class GradientSums:
         self._open: dict[int, dict[str, Tensor]] = {}
 
     def add(self, name: str, gradient: Tensor) -> None:
-        """Add a gradient that is complete."""
+        """Add a gradient that is complete. It belongs to the sums afterwards: it may become the total itself."""
         gradient = at_least_float32(gradient)
         if name in self.totals:
             self.totals[name].add_(gradient)
         else:
-            self.totals[name] = gradient.clone() if gradient._is_view() else gradient
+            self.totals[name] = gradient
 
     def total(self, name: str, shape: Sequence[int], like: Tensor) -> Tensor:
         """The total of a parameter, to add to in place."""

@@ -292,8 +292,8 @@ class GradientAssembly:
         if not members and not self._parallel.needs_equal_passes:
             return
         batch = self._pack(members or [self._shortest()])
-        count = len(batch.trained_B)
-        late = LateCoefficients([0.0] * count, [0.0] * count, minibatch.set_B[members].tolist() or [-1])
+        nothing = [0.0] * len(batch.trained_B)
+        late = LateCoefficients(nothing.copy(), nothing, minibatch.set_B[members].tolist() or [-1])
         is_spread = any(
             count != late.sets.count(index)
             for index, count in Counter(minibatch.set_B[minibatch.active_B].tolist()).items()
