@@ -248,3 +248,11 @@ def test_rows_by_hand() -> None:
     assert chunk.gather_or_zero(values).tolist() == [[3, 4, 5], [1, 2, 0]]
     assert [c.members for c in rows.chunks(elements=20, per_member=10)] == [[1, 0], [2]]
     assert rows.repeated(2).count == 10
+
+
+def test_gram_matrices_are_shared_by_the_same_rows_only() -> None:
+    rows, cache = torch.ones(5, 2), GramCache()
+    cache.of(rows, Rows([2, 3], CPU))
+    assert cache.has(rows.detach())
+    assert not cache.has(rows[:4])
+    assert not cache.has(rows.clone())

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from learner_cases import FAMILIES, make_groups, make_model, slow_update
+from learner_cases import FAMILIES, make_groups, make_model, slow_logprobs, slow_update
 from vcpo.config import TrainingSection
 from vcpo.errors import UserError
 from vcpo.gradnorm import recorder
@@ -279,6 +279,23 @@ def test_gradient_checkpointing_gives_the_same_update() -> None:
     assert calls.count(True) == 2  # one packed pass, in which each layer is computed twice
 
 
+def test_rows_are_not_kept_for_a_group_that_is_spread_or_a_model_that_recomputes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = make_model("gpt2")
+    groups = make_groups(model, [[1, 0, 0, 1]], drift=1.0)
+    asked: list[bool] = []
+    measure = recorder.gram_squared_norms
+    monkeypatch.setattr(recorder, "gram_squared_norms", lambda *use: asked.append(True) or measure(*use))
+    updated(model, groups, VCPO, gradient_norm_mode="gram")
+    assert asked
+    asked.clear()
+    updated(model, groups, VCPO, gradient_norm_mode="gram", max_tokens_per_microbatch=15)
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    updated(model, groups, VCPO, gradient_norm_mode="gram")
+    assert not asked
+
+
 def test_dropout_is_off_with_and_without_gradient_checkpointing() -> None:
     model = make_model("gpt2")
     assert model.config.resid_pdrop > 0
@@ -288,6 +305,28 @@ def test_dropout_is_off_with_and_without_gradient_checkpointing() -> None:
             copied.activation_checkpointing_enable({"use_reentrant": False})
         Learner(copied, METHODS["tis"], training(), 1.0)
         assert not any(m.training for m in copied.modules() if isinstance(m, nn.Dropout))
+
+
+def test_token_metrics_are_means_over_the_trained_tokens() -> None:
+    model = make_model("gpt2")
+    groups = make_groups(model, REWARDS, drift=1.0)
+    scored = [t for g in groups for t in g.trajectories if t.grade is not None and t.grade.reward is not None]
+    log_ratios = np.concatenate(
+        [
+            (slow_logprobs(model, t.prompt_ids, t.response_ids_T).detach().numpy() - t.logprobs_T)[t.mask_T]
+            for t in scored
+        ]
+    )
+    cap = 1.2
+    spec = replace(METHODS["tis_token"], ratio_cap=cap)
+    _, result = updated(model, groups, spec, max_tokens_per_microbatch=30)
+    expected = {
+        "kl": -log_ratios.mean(),
+        "kl_k3": (np.exp(log_ratios) - 1 - log_ratios).mean(),
+        "truncated_share": (np.exp(log_ratios) > cap).mean(),
+    }
+    assert {name: result.metrics[name] for name in expected} == pytest.approx(expected, rel=1e-9)
+    assert 0 < expected["truncated_share"] < 1
 
 
 def test_gradient_is_clipped_after_it_is_measured() -> None:
