@@ -196,8 +196,10 @@ class TrainingSection(Section):
     adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
     adam_epsilon: PositiveFloat = 1e-8
     max_grad_norm: PositiveFloat = 1.0
-    max_tokens_per_microbatch: PositiveInt = Field(
-        16384, description="tokens (prompts included) in one forward pass; one longer trajectory still fits alone"
+    max_tokens_per_microbatch: PositiveInt | None = Field(
+        None,
+        description="tokens (prompts included) in one forward pass; one longer trajectory still fits alone;"
+        " null: 16384 on a GPU, on the CPU what its caches can hold of a layer's activations",
     )
     gradient_norm_fallback: bool = Field(
         False, description="take norms one trajectory at a time if a layer has no rule, instead of refusing the model"

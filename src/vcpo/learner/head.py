@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from vcpo.gradnorm.uses import at_least_float32
 
 CHUNK_ELEMENTS = 2**25  # logits that exist at one time
-_ENTROPY_ELEMENTS = 2**21
+_CACHED_ELEMENTS = 2**19  # that a CPU's caches hold while several operations go over them
 
 TokenWeights = Callable[[int, int, Tensor], Tensor | None]
 """(first trajectory, trajectories, their (k,) log-probabilities) to the (k,) weights of log pi in the objective."""
@@ -186,13 +186,17 @@ class _HeadRun:
             logits_kV.div_(self._temperature)
         log_total_k = torch.logsumexp(logits_kV, dim=1)
         self.logprobs_K[own] = logits_kV.gather(1, self._targets_K[own, None])[:, 0] - log_total_k
-        probabilities_kV = logits_kV.sub_(log_total_k[:, None]).exp_()
         entropies_k = self.entropies_K[own]
-        step = max(1, _ENTROPY_ELEMENTS // self.vocabulary)
-        for begin in range(0, len(probabilities_kV), step):
+        step = max(1, _CACHED_ELEMENTS // self.vocabulary) if logits_kV.device.type == "cpu" else len(logits_kV)
+        for begin in range(0, len(logits_kV), step):
             few = slice(begin, begin + step)
-            entropies_k[few] = torch.special.entr(probabilities_kV[few]).sum(dim=1)
-        return probabilities_kV
+            logprobs_kV = logits_kV[few].sub_(log_total_k[few, None])
+            probabilities_kV = logprobs_kV.exp()
+            # an impossible token adds 0 * log 0 = 0, not NaN
+            logprobs_kV.clamp_(min=torch.finfo(logprobs_kV.dtype).min)
+            torch.linalg.vecdot(probabilities_kV, logprobs_kV, out=entropies_k[few]).neg_()
+            logprobs_kV.copy_(probabilities_kV)
+        return logits_kV
 
     def _logit_gradient(self, own: slice, probabilities_kV: Tensor, weights_k: Tensor) -> Tensor:
         """u (onehot - p) / temperature, in place of the probabilities."""

@@ -25,6 +25,7 @@ from vcpo.learner.gradient import GradientAssembly, NormWay
 from vcpo.learner.metrics import baseline_metrics, ratio_metrics, reward_metrics, staleness_metrics
 from vcpo.learner.minibatch import Minibatch
 from vcpo.learner.optimizer import MasterAdamW
+from vcpo.learner.packing import default_microbatch
 from vcpo.learner.parallel import DataParallel
 from vcpo.learner.schedule import scheduled_learning_rate
 from vcpo.methods.spec import MethodSpec
@@ -92,7 +93,10 @@ class Learner:
             for module in layers.modules():
                 if isinstance(module, GradientCheckpointingLayer):
                     module.training = True
-        self._forward = PolicyForward(model, self.optimizer.parameters[0].device)
+        device = self.optimizer.parameters[0].device
+        self._forward = PolicyForward(model, device)
+        hidden_size = model.config.get_text_config().hidden_size
+        self._max_tokens = training.max_tokens_per_microbatch or default_microbatch(hidden_size, device)
         self._parallel.after_passes()
 
     def step(self, groups: Sequence[Group]) -> StepResult:
@@ -110,7 +114,7 @@ class Learner:
             self._norms,
             self._parallel,
             self.temperature,
-            self.training.max_tokens_per_microbatch,
+            self._max_tokens,
             minibatch,
         )
         assembly.problem = minibatch.problem()

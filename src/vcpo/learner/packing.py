@@ -16,6 +16,15 @@ from vcpo.records import Trajectory
 # a trajectory shares a padded attention batch with a longer one if it fills at least this part of it
 _BUCKET_FILL = 0.75
 _SMALL_RUN = 512  # tokens from which matrix products run at about full speed
+_GPU_TOKENS = 16384
+_CACHED_ELEMENTS = 2**19  # of a hidden state: with more, a CPU's caches lose a layer's activations between its operations
+
+
+def default_microbatch(hidden_size: int, device: torch.device) -> int:
+    """Tokens of one forward pass where nobody has chosen."""
+    if device.type != "cpu":
+        return _GPU_TOKENS
+    return min(max(_CACHED_ELEMENTS // hidden_size, 2 * _SMALL_RUN), _GPU_TOKENS)
 
 
 def microbatches(
