@@ -31,7 +31,10 @@ MAY_IMPORT: dict[str, set[str]] = {
         "errors", "cache", "records", "plugins", "config", "methods", "tasks",
         "models", "sampler", "learner", "observe", "report",
     },
-    "cli": {"errors", "config", "methods", "tasks", "models", "pipeline", "observe", "report", "doctor"},
+    "reproduce": {"errors", "config", "pipeline", "observe", "report"},
+    "cli": {
+        "errors", "config", "methods", "tasks", "models", "pipeline", "observe", "report", "reproduce", "doctor",
+    },
     "__main__": {"cli"},
 }  # fmt: skip
 

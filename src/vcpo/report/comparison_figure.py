@@ -17,7 +17,9 @@ from vcpo.report.runs import RunData, series
 
 
 @dataclass(frozen=True)
-class _Panel:
+class Panel:
+    """One small plot over the steps. keys: metrics in order of preference. kind: of the lines. share: from 0 to 1."""
+
     title: str
     keys: tuple[str, ...]
     kind: str = "train"
@@ -25,27 +27,34 @@ class _Panel:
     share: bool = False
 
 
-_PANELS = (
-    _Panel("Accuracy on held-out problems", ("accuracy",), kind="eval", share=True),
-    _Panel("Effective sample size (share of the minibatch)", ("ess",), share=True),
-    _Panel("KL(sampler ‖ learner) per token", ("kl_k3", "kl"), log=True),
-    _Panel("Gradient norm before clipping", ("grad_norm",), log=True),
+PANELS = (
+    Panel("Accuracy on held-out problems", ("accuracy",), kind="eval", share=True),
+    Panel("Effective sample size (share of the minibatch)", ("ess",), share=True),
+    Panel("KL(sampler ‖ learner) per token", ("kl_k3", "kl"), log=True),
+    Panel("Gradient norm before clipping", ("grad_norm",), log=True),
 )
 
 
-def draw_comparison(variants: Mapping[str, Sequence[RunData]]) -> Figure:
-    """Mean over seeds as a line and their range, minimum to maximum, as a band; geometric means on logarithmic axes."""
+def draw_comparison(variants: Mapping[str, Sequence[RunData]], panels: Sequence[Panel] = PANELS) -> Figure:
+    """Mean over seeds as a line and their range, minimum to maximum, as a band; geometric means on logarithmic axes.
+
+    panels: two to a row.
+    """
     with style():
-        figure = Figure(figsize=(9, 6.4), layout="constrained")
-        for axes, panel in zip(figure.subplots(2, 2).flat, _PANELS, strict=True):
+        rows = -(-len(panels) // 2)
+        figure = Figure(figsize=(9, 2.9 * rows + 0.6), layout="constrained")
+        grid = figure.subplots(rows, 2, squeeze=False).flat
+        for axes, panel in zip(grid, panels, strict=False):
             _draw_panel(axes, panel, variants)
+        for axes in grid:
+            axes.set_axis_off()
         handles = [Line2D([], [], **line_style(index)) for index in range(len(variants))]
         names = [f"{name} ({len(runs)} seed{'s' * (len(runs) != 1)})" for name, runs in variants.items()]
         add_legend(figure, handles, names, columns=4)
     return figure
 
 
-def _draw_panel(axes: Axes, panel: _Panel, variants: Mapping[str, Sequence[RunData]]) -> None:
+def _draw_panel(axes: Axes, panel: Panel, variants: Mapping[str, Sequence[RunData]]) -> None:
     lines = [line for runs in variants.values() for run in runs for line in getattr(run, panel.kind)]
     key = next((key for key in panel.keys if any(key in line for line in lines)), panel.keys[0])
     scale_values(axes, [line[key] for line in lines if key in line], panel.log)
