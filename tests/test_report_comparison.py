@@ -50,12 +50,13 @@ def test_variants_are_summarised_over_their_seeds(entries: list[tuple[str, int, 
     assert (tis.collapsed, tis.final_accuracy_mean, tis.final_accuracy_sd) == (1, 0.0, None)
 
 
-def test_the_files_hold_every_run_and_no_path_of_the_machine(
+def test_the_files_hold_every_run_and_every_variant_and_no_path_of_the_machine(
     entries: list[tuple[str, int, Path]], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
     files = ComparisonTable(entries).write(out, command="vcpo compare recipe.yaml")
-    assert [path.name for path in files] == ["results.csv", "results.json", "results.md", "comparison.png"]
+    names = ["results.csv", "ranking.csv", "results.json", "results.md", "comparison.png"]
+    assert [path.name for path in files] == names
     with (out / "results.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [(row["variant"], row["seed"], row["collapsed"], row["skipped_steps"]) for row in rows] == [
@@ -64,12 +65,43 @@ def test_the_files_hold_every_run_and_no_path_of_the_machine(
         ("tis", "1", "True", "0"),
     ]
     assert [row["run_dir"] for row in rows] == ["../runs/a", "../runs/b", "../runs/c"]
+    with (out / "ranking.csv").open(newline="") as file:
+        ranking = list(csv.DictReader(file))
+    assert [(row["rank"], row["variant"], row["seeds"], row["to_best_seeds"]) for row in ranking] == [
+        ("1", "vcpo", "1 2", ""),
+        ("1", "tis", "1", "1"),
+    ]
     data = json.loads((out / "results.json").read_text())
     assert data["command"] == "vcpo compare recipe.yaml"
+    assert data["ranking"]["score"] == "late_accuracy"
     assert [variant["variant"] for variant in data["variants"]] == ["vcpo", "tis"]
+    assert data["variants"][0]["late_accuracy_low"] == pytest.approx(0.5)
+    assert data["variants"][0]["late_accuracy_high"] == pytest.approx(0.7)
+    assert data["variants"][1]["late_accuracy_low"] is None
+    assert data["variants"][1]["to_best_mean"] == pytest.approx(-0.5)
     assert len(data["runs"]) == 3
     assert str(tmp_path) not in (out / "results.json").read_text()
     assert (out / "comparison.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_one_markdown_table_holds_ranking_and_means(tmp_path: Path) -> None:
+    entries = [
+        (name, seed, make_run(tmp_path / f"{name}{seed}", [0.1, accuracy], [0.5]))
+        for name, accuracies in {"tis": [0.5, 0.5, 0.04], "vcpo": [0.6, 0.65, 0.7], "same": [0.6, 0.7, 0.65]}.items()
+        for seed, accuracy in enumerate(accuracies, start=1)
+    ]
+    # Wilson for 3 of 3: n / (n + z^2) = 3 / 6.8415; for 2 of 3: the roots of (2/3 - p)^2 = z^2 p (1 - p) / 3
+    head, line, *rows = ComparisonTable(entries).markdown().splitlines()
+    assert head == (
+        "| rank | variant | late acc. | to the best | stable | collapsed | seeds | final acc. | best acc. | final ESS |"
+    )
+    assert line == "| ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"
+    vcpo, same, tis = rows
+    rest = "100% [44, 100] | 0/3 | 3 | 65.0% ± 5.0 | 65.0% | 0.500 |"
+    assert vcpo == f"| 1= | `vcpo` | 65.0% [60.0, 70.0] | - | {rest}"
+    assert same == f"| 1= | `same` | 65.0% [60.0, 70.0] | +0.0 [-5.0, +5.0] | {rest}"
+    assert tis.startswith("| 3 | `tis` | 34.7% [4.0, 50.0] | -30.3 [-66.0, -10.0] | 67% [21, 94] | 1/3 |")
+    assert tis.endswith("| 3 | 34.7% ± 26.6 | 36.7% | 0.500 |")
 
 
 def test_the_printed_table_shows_collapses(entries: list[tuple[str, int, Path]], tmp_path: Path) -> None:
@@ -77,6 +109,8 @@ def test_the_printed_table_shows_collapses(entries: list[tuple[str, int, Path]],
     write_comparison(entries, tmp_path / "out", Console(file=output, width=120))
     shown = output.getvalue()
     assert "60.0% ± 14.1" in shown
+    assert "60.0% [50.0, 70.0]" in shown
+    assert "-50.0" in shown
     assert "0/2" in shown
     assert "1/1" in shown
     assert "comparison.png" in shown
@@ -86,7 +120,39 @@ def test_runs_without_evaluation_are_not_called_collapsed(tmp_path: Path) -> Non
     table = ComparisonTable([("sync", 1, make_run(tmp_path / "run", [], [0.9]))])
     assert table.runs[0].collapsed is None
     assert table.variants[0].final_accuracy_mean is None
+    assert (table.variants[0].standing.rank, table.variants[0].stable_share) == (None, None)
+    assert "| - | `sync` | - | - | - | - | 1 | - | - | 0.900 |" in table.markdown()
     table.write(tmp_path / "out")
+
+
+def test_runs_that_failed_are_counted_beside_the_others_and_in_no_mean(
+    entries: list[tuple[str, int, Path]], tmp_path: Path
+) -> None:
+    table = ComparisonTable(entries, failed=[("vcpo", 3), ("broken", 1), ("broken", 2)])
+    vcpo, _, broken = table.variants
+    assert (vcpo.seeds, vcpo.failed_seeds, vcpo.judged) == ([1, 2], [3], 2)
+    assert (broken.variant, broken.seeds, broken.failed_seeds, broken.standing.rank) == ("broken", [], [1, 2], None)
+    assert "| 2 (+1 failed) |" in table.markdown()
+    assert "| - | `broken` | - | - | - | - | 0 (+2 failed) | - | - | - |" in table.markdown()
+    table.write(tmp_path / "out")
+
+
+def test_the_tables_can_be_read_in_eighty_columns(entries: list[tuple[str, int, Path]], tmp_path: Path) -> None:
+    entries = [(variant.replace("tis", "tis-tuned-lr"), seed, run_dir) for variant, seed, run_dir in entries]
+    entries += [("tis-tuned-lr", seed, make_run(tmp_path / str(seed), [0.1, 0.2], [0.5])) for seed in (2, 3)]
+    output = io.StringIO()
+    ComparisonTable(entries, failed=[("tis-tuned-lr", 4)]).print(Console(file=output, width=80))
+    shown = output.getvalue()
+    assert "…" not in shown
+    assert shown.count(" tis-tuned-lr ") == 2
+    for whole in ("[50.0, 70.0]", "[-50.0, -50.0]", "[34, 100]", "[21, 94]", "3 (+1 failed)"):
+        assert whole in shown
+
+
+def test_variants_are_listed_by_rank_and_drawn_in_the_order_given(entries: list[tuple[str, int, Path]]) -> None:
+    table = ComparisonTable(entries[::-1])
+    assert [row.variant for row in table.variants] == ["vcpo", "tis"]
+    assert [run.variant for run in table.runs] == ["tis", "vcpo", "vcpo"]
 
 
 def test_a_run_without_metrics_is_named(tmp_path: Path) -> None:

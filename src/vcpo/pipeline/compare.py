@@ -1,7 +1,8 @@
 """Methods x seeds of one recipe: every run its own process, as many at a time as there are cores, resumable.
 
 A run's directory is named after its variant, its seed and a hash of its configuration: a finished run is not run
-again, an interrupted one continues from its last checkpoint, and a changed recipe gets new directories.
+again, an interrupted one continues from its last checkpoint, and a changed recipe gets new directories. The hash
+decides: variants of one configuration share one run, and a run is found again when its variant has another name.
 """
 
 from __future__ import annotations
@@ -9,11 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,10 +30,12 @@ from vcpo.methods.spec import METHODS
 from vcpo.pipeline.interrupt import ENDING_SIGNALS
 from vcpo.pipeline.run_directory import RunDirectory
 
+_VARIANT_NAME = re.compile(r"[\w.+=@-]+")  # it becomes part of file names and of a Markdown table
+
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One cell of the comparison."""
+    """One cell of the comparison. Cells of equal configuration have the same directory: they are one run."""
 
     variant: str
     seed: int
@@ -44,7 +48,8 @@ def plan(
 ) -> list[PlannedRun]:
     """Every run of the comparison, validated before any of them starts.
 
-    names: variants of the recipe's ``compare.variants``, or names of methods; all variants of the recipe when empty.
+    names: variants of the recipe's ``compare.variants``, names of methods, or YAML files that map names of variants to
+    dotted overrides; all variants of the recipe when empty.
     seeds: those of the recipe's ``compare.seeds`` when ``None``.
     Raises UserError for an unknown name or an invalid configuration, naming the variant, and when there is no seed.
     """
@@ -52,21 +57,15 @@ def plan(
     for key, value in overrides.items():
         set_dotted(base, key, value)
     section = parse_config(base, source=str(recipe)).compare
-    variants = section.variants
-    chosen = list(names) or list(variants)
+    chosen = _chosen_variants(names, section.variants)
     if not chosen:
         raise UserError(f"{str(recipe)!r} has no compare.variants: name the methods to compare with --methods")
-    seeds = section.seeds if seeds is None else seeds
+    seeds = list(dict.fromkeys(section.seeds if seeds is None else seeds))
     if not seeds:
         raise UserError(f"{str(recipe)!r} has no compare.seeds: name the seeds with --seeds")
     runs = []
-    for name in chosen:
-        if name in variants:
-            changes = variants[name]
-        elif name in METHODS:
-            changes = {"method": name}
-        else:
-            raise UserError(f"unknown variant or method {name!r}{suggest(name, {**variants, **METHODS})}")
+    directories: dict[str, Path] = {}
+    for name, changes in chosen.items():
         for seed in seeds:
             data = json.loads(json.dumps(base))
             data.pop("compare", None)
@@ -75,16 +74,60 @@ def plan(
             config = parse_config(data, source=f"variant {name!r} of {str(recipe)!r}")
             identity = {k: v for k, v in config.to_plain().items() if k != "output_dir"}
             digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:10]
-            directory = out / "runs" / f"{name}-seed{seed}-{digest}"
-            set_dotted(data, "output_dir", str(directory))
-            runs.append(PlannedRun(name, seed, directory, parse_config(data)))
+            if digest not in directories:
+                directories[digest] = _directory(out / "runs", name, f"seed{seed}-{digest}")
+            set_dotted(data, "output_dir", str(directories[digest]))
+            runs.append(PlannedRun(name, seed, directories[digest], parse_config(data)))
     return runs
+
+
+def _chosen_variants(names: Sequence[str], of_recipe: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Names and overrides of the variants to run, in the order asked for."""
+    chosen: dict[str, dict[str, Any]] = {}
+    for name in names or of_recipe:
+        if name in of_recipe:
+            found = {name: of_recipe[name]}
+        elif name in METHODS:
+            found = {name: {"method": name}}
+        elif name.endswith((".yaml", ".yml")):
+            found = _variants_of_file(Path(name))
+        else:
+            raise UserError(f"unknown variant or method {name!r}{suggest(name, {**of_recipe, **METHODS})}")
+        for variant, changes in found.items():
+            if not _VARIANT_NAME.fullmatch(variant):
+                raise UserError(f"the variant name {variant!r} must consist of letters, digits and any of . _ + = @ -")
+            if chosen.setdefault(variant, changes) != changes:
+                raise UserError(f"two variants with different overrides are called {variant!r}: rename one of them")
+    return chosen
+
+
+def _variants_of_file(path: Path) -> dict[str, dict[str, Any]]:
+    """The variants of a file. Raises UserError when it is not a mapping of names to mappings of overrides."""
+    found = read_recipe(path)
+    for name, changes in found.items():
+        if not isinstance(name, str) or not isinstance(changes, dict):
+            raise UserError(
+                f"{str(path)!r} must map names of variants to overrides, like 'slow: {{training.learning_rate: 1e-6}}',"
+                f" but {name!r} has {changes!r}"
+            )
+    if not found:
+        raise UserError(f"{str(path)!r} names no variant")
+    return found
+
+
+def _directory(runs: Path, name: str, seed_and_digest: str) -> Path:
+    """Where the run is; one of the same configuration that was made under another name serves as well."""
+    own = runs / f"{name}-{seed_and_digest}"
+    others = sorted(path for path in runs.glob(f"*-{seed_and_digest}") if path.is_dir())
+    return min([own, *others], key=lambda path: (not RunDirectory(path).is_finished, not path.exists()))
 
 
 def execute(runs: Sequence[PlannedRun], jobs: int, note: Callable[[str], None]) -> list[tuple[PlannedRun, str]]:
     """Run what is not finished, ``jobs`` at a time; returns the runs that failed with the last words of each.
 
-    The seeds of one variant may share a warm start through its cache, so the first run of each warm start goes first.
+    A run that fails does not stop the others. Cells that share a directory are run once, and a failure is returned
+    for the first of them. The seeds of one variant may share a warm start through its cache, so the first run of each
+    warm start goes first.
     Raises UserError when a run's directory cannot be made.
     """
     for parent in {run.directory.parent for run in runs}:
@@ -92,10 +135,15 @@ def execute(runs: Sequence[PlannedRun], jobs: int, note: Callable[[str], None]) 
             parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"the runs cannot be written to {str(parent)!r}: {error}") from None
-    todo = [run for run in runs if not RunDirectory(run.directory).is_finished]
-    note(f"{len(runs)} runs, {len(runs) - len(todo)} finished before, {jobs} at a time")
+    unique: dict[Path, PlannedRun] = {}
+    for run in runs:
+        same = unique.setdefault(run.directory, run)
+        if same is not run:
+            note(f"{run.variant} seed {run.seed} has the configuration of {same.variant}: one run serves both")
+    todo = [run for run in unique.values() if not RunDirectory(run.directory).is_finished]
+    note(f"{len(unique)} runs, {len(unique) - len(todo)} finished before, {jobs} at a time")
     failed = []
-    done = len(runs) - len(todo)
+    done = len(unique) - len(todo)
     # the children are told before the pool waits for them
     with ThreadPoolExecutor(jobs) as pool, _children() as start:
         futures = {pool.submit(_run, run, start): run for run in _spread(todo)}
@@ -103,10 +151,10 @@ def execute(runs: Sequence[PlannedRun], jobs: int, note: Callable[[str], None]) 
             run, last_words = futures[future], future.result()
             done += 1
             if last_words is None:
-                note(f"[{done}/{len(runs)}] {run.variant} seed {run.seed} finished")
+                note(f"[{done}/{len(unique)}] {run.variant} seed {run.seed} finished")
             else:
                 failed.append((run, last_words))
-                note(f"[{done}/{len(runs)}] {run.variant} seed {run.seed} FAILED: {last_words}")
+                note(f"[{done}/{len(unique)}] {run.variant} seed {run.seed} FAILED: {last_words}")
     return failed
 
 
@@ -117,6 +165,13 @@ def _spread(runs: Sequence[PlannedRun]) -> list[PlannedRun]:
 
 
 def _run(run: PlannedRun, start: Callable[..., subprocess.Popen[str]]) -> str | None:
+    try:
+        return _run_process(run, start)
+    except OSError as error:  # a full disk, or no process to be had: the other runs may still succeed
+        return f"it could not be run: {error}"
+
+
+def _run_process(run: PlannedRun, start: Callable[..., subprocess.Popen[str]]) -> str | None:
     # appended, not with_suffix: a variant such as lr-1.2e-4 has a dot in its name, and its runs would share one file
     recipe = run.directory.with_name(f"{run.directory.name}.yaml")
     recipe.write_text(yaml.safe_dump(run.config.to_plain(), sort_keys=False), encoding="utf-8")

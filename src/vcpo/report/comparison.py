@@ -1,14 +1,14 @@
-"""Methods x seeds: one table, its data as CSV and JSON, and one figure."""
+"""Methods x seeds: a ranking, one table, their data as CSV and JSON, and one figure."""
 
 from __future__ import annotations
 
 import csv
 import json
 import os
-import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -17,163 +17,193 @@ from rich.text import Text
 
 from vcpo.observe.environment import environment
 from vcpo.observe.formatting import fixed, percent, seconds
-from vcpo.observe.summary import finite_values
-from vcpo.report.collapse import is_collapsed
+from vcpo.report.bootstrap import CONFIDENCE, RESAMPLES, Interval
 from vcpo.report.comparison_figure import draw_comparison
 from vcpo.report.figures import save_png
+from vcpo.report.ranking import MIN_COMMON_SEEDS, rank
 from vcpo.report.runs import RunData, load_runs
+from vcpo.report.variant_results import VariantResult, run_result, variant_result
 
-_LAST_STEPS = 10
-_COLUMNS = ("seeds", "final acc.", "best acc.", "collapsed", "final ESS", "time")
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """One run of the comparison; ``None`` where it was not measured.
-
-    final_accuracy, best_accuracy: over its evaluations. collapsed: see ``is_collapsed``. final_ess: mean over the last
-    10 steps. skipped_steps: steps without an update because of non-finite numbers. seconds: wall time.
-    """
-
-    variant: str
-    seed: int
-    run_dir: str
-    first_accuracy: float | None
-    final_accuracy: float | None
-    best_accuracy: float | None
-    collapsed: bool | None
-    final_ess: float | None
-    skipped_steps: int
-    seconds: float | None
-
-
-@dataclass(frozen=True)
-class VariantResult:
-    """Means over the seeds of one variant. ``final_accuracy_sd``: sample standard deviation, from two seeds on."""
-
-    variant: str
-    seeds: list[int]
-    final_accuracy_mean: float | None
-    final_accuracy_sd: float | None
-    best_accuracy_mean: float | None
-    collapsed: int
-    final_ess_mean: float | None
-    seconds_mean: float | None
+_RANKING_COLUMNS = ("rank", "variant", "late acc.", "to the best", "stable", "collapsed")
+_MEAN_COLUMNS = ("seeds", "final acc.", "best acc.", "final ESS")
+_WIDE = 100  # columns of a terminal in which a number and its interval fit on one line
+_LEGEND = (
+    f"late acc.: mean of the last third of evaluations; in brackets {CONFIDENCE:.0%} intervals over seeds; to the best:"
+    f" difference within seeds, in points; =: not told apart by these seeds ({MIN_COMMON_SEEDS} needed at least);"
+    " stable: share of runs that did not collapse"
+)
 
 
 class ComparisonTable:
-    """The results of runs, each given as variant, seed and run directory; variants keep the order given."""
+    """The results of runs, each given as variant, seed and run directory; ``variants`` are in the order of the ranking.
 
-    def __init__(self, entries: Sequence[tuple[str, int, Path]]) -> None:
+    failed: variant and seed of runs that ended with an error. A variant of which nothing else is left has its row, too.
+    """
+
+    def __init__(self, entries: Sequence[tuple[str, int, Path]], failed: Sequence[tuple[str, int]] = ()) -> None:
         """Raises UserError for a run directory without readable metrics, ValueError without any entry."""
         if not entries:
             raise ValueError("there is nothing to compare")
         runs = load_runs([run_dir for _, _, run_dir in entries])
-        self.runs = [_run_result(*entry, run) for entry, run in zip(entries, runs, strict=True)]
+        self.runs = [run_result(*entry, run) for entry, run in zip(entries, runs, strict=True)]
         self._data: dict[str, list[RunData]] = {}
-        for (variant, _, _), run in zip(entries, runs, strict=True):
-            self._data.setdefault(variant, []).append(run)
-        self.variants = [_variant_result(name, [r for r in self.runs if r.variant == name]) for name in self._data]
+        scores: dict[str, dict[int, float]] = {}
+        for result, run in zip(self.runs, runs, strict=True):
+            self._data.setdefault(result.variant, []).append(run)
+            of_variant = scores.setdefault(result.variant, {})
+            if result.late_accuracy is not None:
+                of_variant[result.seed] = result.late_accuracy
+        for variant, _ in failed:
+            scores.setdefault(variant, {})
+        self.variants = [
+            variant_result(
+                standing,
+                [run for run in self.runs if run.variant == standing.variant],
+                [seed for variant, seed in failed if variant == standing.variant],
+            )
+            for standing in rank(scores)
+        ]
 
     def write(self, out: Path, command: str = "") -> list[Path]:
-        """Write ``results.csv`` (one row per run), ``results.json``, ``results.md`` and ``comparison.png``.
+        """Write ``results.csv`` (a row per run), ``ranking.csv`` (a row per variant), ``results.json``, ``results.md``
+        and ``comparison.png``.
 
         Run directories are written relative to ``out``, so that they can be moved together.
 
         command: what produced the runs, recorded in the JSON next to the versions and the machine.
         """
         out.mkdir(parents=True, exist_ok=True)
-        rows = [asdict(run) | {"run_dir": Path(os.path.relpath(run.run_dir, out)).as_posix()} for run in self.runs]
-        table, data = out / "results.csv", out / "results.json"
-        with table.open("w", encoding="utf-8", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
+        runs = [asdict(run) | {"run_dir": Path(os.path.relpath(run.run_dir, out)).as_posix()} for run in self.runs]
+        variants = [_plain(variant) for variant in self.variants]
+        tables = [out / "results.csv", out / "ranking.csv"]
+        for path, rows in zip(tables, (runs, variants), strict=True):
+            with path.open("w", encoding="utf-8", newline="") as file:
+                writer = csv.DictWriter(file, list(rows[0]))
+                writer.writeheader()
+                writer.writerows(
+                    {k: " ".join(map(str, v)) if isinstance(v, list) else v for k, v in row.items()} for row in rows
+                )
         content = {
             "command": command,
             "environment": environment(),
-            "variants": [asdict(variant) for variant in self.variants],
-            "runs": rows,
+            "ranking": {
+                "score": "late_accuracy",
+                "confidence": CONFIDENCE,
+                "resamples": RESAMPLES,
+                "min_common_seeds": MIN_COMMON_SEEDS,
+                "legend": _LEGEND,
+            },
+            "variants": variants,
+            "runs": runs,
         }
+        data = out / "results.json"
         data.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
         markdown = out / "results.md"
         markdown.write_text(self.markdown(), encoding="utf-8")
-        return [table, data, markdown, save_png(draw_comparison(self._data), out / "comparison.png")]
+        return [*tables, data, markdown, save_png(draw_comparison(self._data), out / "comparison.png")]
 
     def print(self, console: Console) -> None:
-        """Print one row per variant."""
-        table = Table(box=box.ROUNDED, title="Means over seeds (time per run)", title_justify="left")
-        table.add_column("variant", style="bold")
-        for name in _COLUMNS:
-            table.add_column(name, justify="right", no_wrap=True)
+        """Print the ranking and the means over seeds."""
+        ranking = Table(box=box.ROUNDED, title="Ranking", title_justify="left", caption=_LEGEND, caption_justify="left")
+        for name in _RANKING_COLUMNS:
+            ranking.add_column(name, justify="left" if name == "variant" else "right")
+        gap = "\n[" if console.width < _WIDE else " ["
+        means = Table(box=box.ROUNDED, title="Means over seeds (time per run)", title_justify="left")
+        means.add_column("variant", style="bold")
+        for name in (*_MEAN_COLUMNS, "time"):
+            means.add_column(name, justify="right", no_wrap=True)
         for row in self.variants:
-            cells = [Text(cell) for cell in _cells(row)]
+            cells = [Text(cell.replace(" [", gap)) for cell in _ranking_cells(row)]
+            cells[_RANKING_COLUMNS.index("variant")].stylize("bold")
+            mean_cells = [Text(cell) for cell in (*_mean_cells(row), seconds(row.seconds_mean))]
             if row.collapsed:
-                cells[_COLUMNS.index("collapsed")].stylize("bold red")
-            table.add_row(Text(row.variant), *cells)
-        console.print(table)
+                cells[_RANKING_COLUMNS.index("collapsed")].stylize("bold red")
+            ranking.add_row(*cells)
+            means.add_row(Text(row.variant), *mean_cells)
+        console.print(ranking)
+        console.print(means)
 
     def markdown(self) -> str:
-        """The printed table as Markdown, without the times, which depend on what else the machine was doing."""
-        columns = _COLUMNS[:-1]
-        rows = [("variant", *columns), ("---", *("---:" for _ in columns))]
-        rows += [(f"`{row.variant}`", *_cells(row)[:-1]) for row in self.variants]
+        """Both tables in one, as Markdown, without the times, which depend on what else the machine was doing."""
+        left = [name == "variant" for name in (*_RANKING_COLUMNS, *_MEAN_COLUMNS)]
+        rows = [(*_RANKING_COLUMNS, *_MEAN_COLUMNS), tuple("---" if is_left else "---:" for is_left in left)]
+        for row in self.variants:
+            place, variant, *rest = _ranking_cells(row)
+            rows.append((place, f"`{variant}`", *rest, *_mean_cells(row)))
         return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
-def write_comparison(entries: Sequence[tuple[str, int, Path]], out: Path, console: Console, command: str = "") -> None:
-    """Tabulate runs (variant, seed, run directory), print the table, write its files and name them."""
-    table = ComparisonTable(entries)
+def write_comparison(
+    entries: Sequence[tuple[str, int, Path]],
+    out: Path,
+    console: Console,
+    command: str = "",
+    failed: Sequence[tuple[str, int]] = (),
+) -> None:
+    """Tabulate runs (variant, seed, run directory), print the tables, write their files and name them."""
+    table = ComparisonTable(entries, failed)
     files = table.write(out, command)
     table.print(console)
     for path in files:
         console.print(Text(str(path)), soft_wrap=True)
 
 
-def _cells(row: VariantResult) -> tuple[str, ...]:
-    spread = "" if row.final_accuracy_sd is None else f" ± {100 * row.final_accuracy_sd:.1f}"
+def _ranking_cells(row: VariantResult) -> tuple[str, ...]:
+    standing = row.standing
+    place = "-" if standing.rank is None else f"{standing.rank}{'=' if standing.tied else ''}"
+    to_best = "-"
+    if standing.to_best is not None:
+        to_best = f"{100 * standing.to_best.mean:+.1f}{_bounds(standing.to_best.interval, '+.1f')}"
     return (
-        str(len(row.seeds)),
+        place,
+        row.variant,
+        percent(standing.mean) + _bounds(standing.interval, ".1f"),
+        to_best,
+        "-" if row.stable_share is None else f"{100 * row.stable_share:.0f}%{_bounds(row.stable_interval, '.0f')}",
+        f"{row.collapsed}/{row.judged}" if row.judged else "-",
+    )
+
+
+def _bounds(interval: Interval | None, form: str) -> str:
+    return "" if interval is None else f" [{100 * interval.low:{form}}, {100 * interval.high:{form}}]"
+
+
+def _mean_cells(row: VariantResult) -> tuple[str, ...]:
+    spread = "" if row.final_accuracy_sd is None else f" ± {100 * row.final_accuracy_sd:.1f}"
+    failed = f" (+{len(row.failed_seeds)} failed)" if row.failed_seeds else ""
+    return (
+        f"{len(row.seeds)}{failed}",
         percent(row.final_accuracy_mean) + spread,
         percent(row.best_accuracy_mean),
-        f"{row.collapsed}/{len(row.seeds)}",
         fixed(row.final_ess_mean),
-        seconds(row.seconds_mean),
     )
 
 
-def _run_result(variant: str, seed: int, run_dir: Path, run: RunData) -> RunResult:
-    summary = run.summary
-    ess = finite_values(run.train[-_LAST_STEPS:], "ess")
-    accuracies = summary.eval_accuracies
-    return RunResult(
-        variant=variant,
-        seed=seed,
-        run_dir=str(run_dir),
-        first_accuracy=summary.first_accuracy,
-        final_accuracy=summary.final_accuracy,
-        best_accuracy=summary.best_accuracy,
-        collapsed=is_collapsed(accuracies) if accuracies else None,
-        final_ess=statistics.fmean(ess) if ess else None,
-        skipped_steps=summary.skipped,
-        seconds=summary.seconds,
-    )
+def _plain(row: VariantResult) -> dict[str, Any]:
+    """A flat row: the same names in JSON and CSV."""
+    standing, to_best = row.standing, row.standing.to_best
+    return {
+        "rank": standing.rank,
+        "tied": standing.tied,
+        "variant": row.variant,
+        "seeds": row.seeds,
+        "failed_seeds": row.failed_seeds,
+        "late_accuracy_mean": standing.mean,
+        **_ends("late_accuracy", standing.interval),
+        "to_best_mean": to_best.mean if to_best else None,
+        **_ends("to_best", to_best.interval if to_best else None),
+        "to_best_seeds": to_best.seeds if to_best else [],
+        "judged": row.judged,
+        "collapsed": row.collapsed,
+        "stable_share": row.stable_share,
+        **_ends("stable", row.stable_interval),
+        "final_accuracy_mean": row.final_accuracy_mean,
+        "final_accuracy_sd": row.final_accuracy_sd,
+        "best_accuracy_mean": row.best_accuracy_mean,
+        "final_ess_mean": row.final_ess_mean,
+        "seconds_mean": row.seconds_mean,
+    }
 
 
-def _variant_result(name: str, runs: Sequence[RunResult]) -> VariantResult:
-    finals = [run.final_accuracy for run in runs if run.final_accuracy is not None]
-    return VariantResult(
-        variant=name,
-        seeds=[run.seed for run in runs],
-        final_accuracy_mean=statistics.fmean(finals) if finals else None,
-        final_accuracy_sd=statistics.stdev(finals) if len(finals) > 1 else None,
-        best_accuracy_mean=_mean([run.best_accuracy for run in runs]),
-        collapsed=sum(run.collapsed is True for run in runs),
-        final_ess_mean=_mean([run.final_ess for run in runs]),
-        seconds_mean=_mean([run.seconds for run in runs]),
-    )
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.fmean(known) if known else None
+def _ends(name: str, interval: Interval | None) -> dict[str, float | None]:
+    return {f"{name}_low": interval.low if interval else None, f"{name}_high": interval.high if interval else None}
