@@ -25,6 +25,7 @@ from transformers import (
 )
 
 from vcpo.methods.spec import MethodSpec
+from vcpo.methods.weights import Truncate
 from vcpo.models.attention import ATTENTION
 from vcpo.records import Grade, Group, Problem, StopReason, Trajectory
 
@@ -232,7 +233,8 @@ def slow_update(
             ]
             entries.append(_Entry(group.id, trajectory, float(trajectory.grade.reward), ratios))
     count, tokens = len(entries), sum(len(e.ratios) for e in entries)
-    cap = math.inf if spec.ratio_cap is None else spec.ratio_cap
+    assert isinstance(spec.weight, Truncate)
+    cap = math.inf if spec.weight.cap is None else spec.weight.cap
     for e in entries:
         length = len(e.ratios)
         e.raw = {"sequence": math.exp(sum(e.ratios)), "geometric": math.exp(sum(e.ratios) / length)}.get(

@@ -176,7 +176,7 @@ def test_a_mistake_is_answered_without_loading_torch(recipe: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("overrides", [(), ("method=tis", "method.ratio_cap=3", "runtime=local", "eval.eval_steps=7")])
+@pytest.mark.parametrize("overrides", [(), ("method=tis", "method.weight.cap=3", "runtime=local", "eval.eval_steps=7")])
 def test_the_printed_configuration_loads_back(recipe: Path, tmp_path: Path, overrides: tuple[str, ...]) -> None:
     result = vcpo("config", recipe, *overrides)
     assert result.exit_code == 0

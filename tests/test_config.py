@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from vcpo.config import load_config, parse_config, set_dotted
+from vcpo.methods.weights import Truncate
 from vcpo.errors import UserError
 
 BASE: dict[str, Any] = {"model": {"init": {}}, "task": "sort"}
@@ -21,7 +22,7 @@ def problem_with(**changes: Any) -> str:
 
 
 def test_effective_configuration_loads_back_to_an_equal_one() -> None:
-    config = parse_config({**BASE, "method": {"name": "tis", "ratio_cap": 2.0}, "runtime": "lockstep"})
+    config = parse_config({**BASE, "method": {"name": "tis", "weight": {"cap": 2.0}}, "runtime": "lockstep"})
     assert parse_config(config.to_plain()) == config
 
 
@@ -33,13 +34,13 @@ def test_effective_configuration_loads_back_to_an_equal_one() -> None:
         ({"learning_rate": 1e-6}, "unknown key learning_rate; did you mean 'training.learning_rate'?"),
         ({"task": "srot"}, "unknown task 'srot'; did you mean 'sort'?"),
         ({"method": "vpco"}, "unknown method 'vpco'; did you mean 'vcpo'?"),
-        ({"method": {"name": "tis", "ratio_kap": 2}}, "unknown key method.ratio_kap; did you mean 'ratio_cap'?"),
+        ({"method": {"name": "tis", "wait": "band"}}, "unknown key method.wait; did you mean 'weight'?"),
         ({"runtime": "locl"}, "unknown runtime 'locl'; allowed: 'lockstep', 'local'"),
         ({"runtime": {"name": "local", "lag": "fixed"}}, "unknown key runtime.lag"),
         ({"training": {"max_steps": "many"}}, "training.max_steps = 'many' must be a valid integer"),
         ({"training": {"max_steps": 0}}, "training.max_steps = 0 must be greater than 0"),
         ({"training": {"learning_rate": -1.0}}, "training.learning_rate = -1.0 must be greater than 0"),
-        ({"method": {"name": "tis", "baseline": "mean"}}, "must be 'none', 'group_mean', 'leave_one_out' or 'opob'"),
+        ({"method": {"name": "tis", "baseline": "mean"}}, "must be 'none', 'group_mean', 'leave_one_out',"),
         ({"model": {}}, "exactly one of model.path"),
         ({"model": {"path": "x", "init": {}}}, "exactly one of model.path"),
         ({"sampling": {"top_p": 0.9}}, "training needs sampling.top_p=1"),
@@ -62,14 +63,14 @@ def test_required_sections_are_named() -> None:
 
 def test_overrides_reach_into_sections_and_shorthands(tmp_path: Path) -> None:
     recipe = tmp_path / "r.yaml"
-    recipe.write_text("model: some/model\ntask: sort\nmethod: {name: vcpo, ratio_cap: 4.0}\n")
+    recipe.write_text("model: some/model\ntask: sort\nmethod: {name: vcpo, weight: {cap: 4.0}}\n")
     config = load_config(recipe, ["model.dtype=bfloat16", "training.learning_rate=2e-4", "task.digits=5"])
     assert config.model.path == "some/model"
     assert config.model.dtype == "bfloat16"
     assert config.training.learning_rate == 2e-4
     assert config.task.params == {"digits": 5}
     # another method starts from its own parts, not from overrides of the one that it replaces
-    assert load_config(recipe, ["method=tis"]).method.spec.ratio_cap == 8.0
+    assert load_config(recipe, ["method=tis"]).method.spec.weight == Truncate(8.0)
     assert load_config(recipe, ["method.step_size=constant"]).method.spec.baseline == "opob"
 
 

@@ -21,6 +21,7 @@ from vcpo.errors import UserError
 from vcpo.gradnorm import recorder
 from vcpo.learner import gradient
 from vcpo.learner.learner import Learner, StepResult
+from vcpo.methods.weights import Truncate
 from vcpo.methods.spec import METHODS, MethodSpec
 from vcpo.records import Group
 
@@ -72,7 +73,10 @@ def assert_update_matches(
     return result
 
 
-@pytest.mark.parametrize("name", METHODS)
+SIMPLE = ["vcpo", "tis", "tis_token", "tis_geometric", "grpo", "rloo", "reinforce"]
+
+
+@pytest.mark.parametrize("name", SIMPLE)
 def test_update_of_each_method_equals_the_slow_one(name: str) -> None:
     model = make_model("gpt2")
     assert_update_matches(model, make_groups(model, REWARDS, drift=1.0), METHODS[name])
@@ -94,12 +98,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "no scale": {"scale_rewards": "none"},
     "token mean": {"loss_aggregation": "token_mean"},
     "trajectory sum": {"loss_aggregation": "trajectory_sum"},
-    "geometric": {"ratio_level": "geometric", "ratio_cap": 1.1},
-    "token ratios": {"ratio_level": "token", "ratio_cap": 2.0},
-    "token ratios, applied": {"ratio_level": "token", "ratio_cap": 2.0, "opob_weighting": "applied"},
-    "no ratio": {"ratio_level": "none", "ratio_cap": None},
-    "no cap": {"ratio_cap": None},
-    "low cap": {"ratio_cap": 0.5},
+    "geometric": {"ratio_level": "geometric", "weight": Truncate(1.1)},
+    "token ratios": {"ratio_level": "token", "weight": Truncate(2.0)},
+    "token ratios, applied": {"ratio_level": "token", "weight": Truncate(2.0), "opob_weighting": "applied"},
+    "no ratio": {"ratio_level": "none"},
+    "no cap": {"weight": Truncate(None)},
+    "low cap": {"weight": Truncate(0.5)},
     "linear step": {"step_size": "linear_ess", "ess_on_policy": 0.6},
     "constant step": {"step_size": "constant"},
     "group mean": {"baseline": "group_mean"},
@@ -318,7 +322,7 @@ def test_token_metrics_are_means_over_the_trained_tokens() -> None:
         ]
     )
     cap = 1.2
-    spec = replace(METHODS["tis_token"], ratio_cap=cap)
+    spec = replace(METHODS["tis_token"], weight=Truncate(cap))
     _, result = updated(model, groups, spec, max_tokens_per_microbatch=30)
     expected = {
         "kl": -log_ratios.mean(),

@@ -15,6 +15,7 @@ import torch
 from learner_cases import make_groups, make_model, slow_update
 from test_learner import distance, training, updated
 from vcpo.learner.learner import Learner
+from vcpo.methods.weights import Truncate
 from vcpo.methods.spec import METHODS
 from vcpo.records import Group
 
@@ -110,8 +111,10 @@ def test_no_weight_at_all_skips_the_step() -> None:
 def test_infinite_weight_without_a_cap_skips_the_step() -> None:
     model = make_model("gpt2")
     groups = poisoned(make_groups(model, [[1, 0, 1], [0, 1]]), 0, 2, -1000.0)
-    after, result = updated(model, groups, replace(METHODS["tis"], ratio_cap=None))
-    assert result.skipped == "the importance weight of group 7 response 2 is infinite (method.ratio_cap is null)"
+    after, result = updated(model, groups, replace(METHODS["tis"], weight=Truncate(None)))
+    assert result.skipped == (
+        "the importance weight of group 7 response 2 is not finite (method.weight does not bound it)"
+    )
     assert distance(model, after) == 0.0
 
 

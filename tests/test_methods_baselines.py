@@ -28,6 +28,10 @@ def f64(*values: float) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
+def capped(log_ratios: torch.Tensor) -> torch.Tensor:
+    return log_ratios.clamp(max=math.log(8.0))
+
+
 def test_group_statistics_by_hand() -> None:
     rewards = f64(1, 0, 2, 5, 5, 2)
     assert group_mean(rewards, GROUPS).tolist() == [1, 1, 1, 4, 4, 4]
@@ -86,17 +90,19 @@ def test_opob_weightings_against_plain_floats(weighting) -> None:  # type: ignor
         )
     spec = replace(VCPO, opob_weighting=weighting)
     sets = torch.zeros(3, dtype=torch.int64)
-    baselines = optimal_baselines(spec, f64(*rewards), f64(*ratios).log(), f64(*norms), f64(*factors), sets)
+    baselines = optimal_baselines(
+        spec, f64(*rewards), f64(*ratios).log(), capped(f64(*ratios).log()), f64(*norms), f64(*factors), sets
+    )
     assert baselines.tolist() == pytest.approx([slow_opob(by_hand, rewards)] * 3, rel=1e-12)
 
 
 def test_opob_is_taken_within_each_set() -> None:
     rewards, norms = f64(1, 0, 2, 5, 5, 2), f64(1, 2, 3, 4, 5, 6)
     zeros, ones = torch.zeros(6, dtype=torch.float64), torch.ones(6, dtype=torch.float64)
-    baselines = optimal_baselines(VCPO, rewards, zeros, norms, ones, baseline_sets(VCPO, GROUPS))
+    baselines = optimal_baselines(VCPO, rewards, zeros, zeros, norms, ones, baseline_sets(VCPO, GROUPS))
     assert baselines.tolist() == pytest.approx([7 / 6] * 3 + [57 / 15] * 3, rel=1e-12)
     shared = replace(VCPO, opob_scope="minibatch")
-    baselines = optimal_baselines(shared, rewards, zeros, norms, ones, baseline_sets(shared, GROUPS))
+    baselines = optimal_baselines(shared, rewards, zeros, zeros, norms, ones, baseline_sets(shared, GROUPS))
     assert baselines.tolist() == pytest.approx([64 / 21] * 6, rel=1e-12)
 
 
@@ -115,21 +121,25 @@ def test_opob_of_equal_rewards_is_that_reward_without_rounding(reward: float) ->
 
 def test_opob_weights_that_overflow_every_float_are_handled_in_log_space() -> None:
     one_set = torch.zeros(2, dtype=torch.int64)
-    log_weights = opob_log_weights("paper", f64(1000.0, 1000.0), 8.0, f64(1, 3), f64(1, 1), one_set)
+    log_weights = opob_log_weights(
+        "paper", f64(1000.0, 1000.0), capped(f64(1000.0, 1000.0)), f64(1, 3), f64(1, 1), one_set
+    )
     assert weighted_mean_reward(f64(0, 1), log_weights, one_set).tolist() == pytest.approx([0.75] * 2, rel=1e-12)
 
 
 @pytest.mark.parametrize("weighting", ["paper", "reference"])
 def test_infinite_ratios_outweigh_finite_ones_and_are_equal_among_themselves(weighting) -> None:  # type: ignore[no-untyped-def]
     log_ratios = f64(math.inf, math.inf, 600.0, 0.0, 0.0, 0.0)
-    log_weights = opob_log_weights(weighting, log_ratios, 8.0, f64(1, 3, 9, 1, 1, 1), torch.ones(6), GROUPS)
+    log_weights = opob_log_weights(
+        weighting, log_ratios, capped(log_ratios), f64(1, 3, 9, 1, 1, 1), torch.ones(6), GROUPS
+    )
     baselines = weighted_mean_reward(f64(0, 1, 9, 3, 3, 0), log_weights, GROUPS)
     assert baselines.tolist() == pytest.approx([0.75] * 3 + [2.0] * 3, rel=1e-12)
 
 
 def test_a_set_without_any_weight_has_the_plain_mean() -> None:
     one_set = torch.zeros(2, dtype=torch.int64)
-    log_weights = opob_log_weights("paper", f64(-math.inf, 0.0), 8.0, f64(1, 0), f64(1, 1), one_set)
+    log_weights = opob_log_weights("paper", f64(-math.inf, 0.0), f64(-math.inf, 0.0), f64(1, 0), f64(1, 1), one_set)
     assert weighted_mean_reward(f64(0, 1), log_weights, one_set).tolist() == [0.5, 0.5]
 
 
@@ -145,7 +155,7 @@ def test_applied_weighting_minimises_the_second_moment_of_the_applied_estimator(
     log_ratios, norms, factors, rewards = (f64(*column) for column in zip(*entries, strict=True))
     spec = replace(VCPO, opob_weighting="applied")
     sets = torch.zeros(len(rewards), dtype=torch.int64)
-    best = optimal_baselines(spec, rewards, log_ratios, norms, factors, sets)
+    best = optimal_baselines(spec, rewards, log_ratios, capped(log_ratios), norms, factors, sets)
     squared = (log_ratios.exp().clamp(max=8.0) * factors).square() * norms
 
     def second_moment(baseline: torch.Tensor) -> float:
@@ -160,7 +170,8 @@ def test_opob_ignores_order_and_common_factors(entries, shift: float, random) ->
     def baseline(entries, shift: float) -> float:  # type: ignore[no-untyped-def]
         log_ratios, norms, factors, rewards = (f64(*column) for column in zip(*entries, strict=True))
         sets = torch.zeros(len(rewards), dtype=torch.int64)
-        return float(optimal_baselines(VCPO, rewards, log_ratios + shift, norms, factors, sets)[0])
+        shifted = log_ratios + shift
+        return float(optimal_baselines(VCPO, rewards, shifted, capped(shifted), norms, factors, sets)[0])
 
     shuffled = list(entries)
     random.shuffle(shuffled)
@@ -174,16 +185,18 @@ def test_reward_scales_are_population_deviations_or_one() -> None:
 
 
 def test_fixed_baselines_do_not_know_the_optimal_one() -> None:
-    with pytest.raises(ValueError, match="optimal_baselines"):
+    with pytest.raises(ValueError, match="more than rewards"):
         fixed_baselines(VCPO, f64(1.0), torch.tensor([0]))
     assert fixed_baselines(METHODS["reinforce"], f64(1.0), torch.tensor([0])).tolist() == [0.0]
 
 
 def test_length_factors_by_hand() -> None:
     lengths = torch.tensor([1, 4, 5])
-    assert length_factors("trajectory_mean", lengths).tolist() == pytest.approx([1 / 3, 1 / 12, 1 / 15])
-    assert length_factors("token_mean", lengths).tolist() == pytest.approx([0.1] * 3)
-    assert length_factors("trajectory_sum", lengths).tolist() == pytest.approx([1 / 3] * 3)
+    assert length_factors(MethodSpec(), lengths).tolist() == pytest.approx([1 / 3, 1 / 12, 1 / 15])
+    assert length_factors(MethodSpec(loss_aggregation="token_mean"), lengths).tolist() == pytest.approx([0.1] * 3)
+    assert length_factors(MethodSpec(loss_aggregation="trajectory_sum"), lengths).tolist() == pytest.approx([1 / 3] * 3)
+    constant = MethodSpec(loss_aggregation="constant_length", constant_length=10)
+    assert length_factors(constant, lengths).tolist() == pytest.approx([1 / 30] * 3)
 
 
 def test_the_two_parts_of_vcpo_can_be_switched_off() -> None:

@@ -5,12 +5,11 @@ import math
 import pytest
 import torch
 
-from vcpo.methods.diagnostics import k3_terms, truncated_share
+from vcpo.methods.diagnostics import k3_terms
+from vcpo.methods.weights import Truncate
 from vcpo.methods.ratios import (
     sum_by_trajectory,
     trajectory_log_ratios,
-    truncated_log_weights,
-    truncated_weights,
 )
 
 
@@ -31,12 +30,9 @@ def test_levels_by_hand() -> None:
 
 def test_truncation_of_extreme_ratios() -> None:
     log_ratios = torch.tensor([math.log(4.0), math.log(9.0), 1e5, math.inf, -math.inf], dtype=torch.float64)
-    assert truncated_weights(log_ratios, 8.0).tolist() == [pytest.approx(4.0), 8.0, 8.0, 8.0, 0.0]
-    assert truncated_weights(log_ratios, None)[2:].tolist() == [math.inf, math.inf, 0.0]
-    assert truncated_weights(torch.tensor([math.nan]), 8.0).isnan().all()
-    assert truncated_log_weights(log_ratios, 8.0)[3] == math.log(8.0)
-    assert float(truncated_share(log_ratios, 8.0)) == pytest.approx(3 / 5)
-    assert float(truncated_share(log_ratios, None)) == 0.0
+    assert Truncate(8.0)(log_ratios, log_ratios, math.nan).tolist() == [pytest.approx(4.0), 8.0, 8.0, 8.0, 0.0]
+    assert Truncate(None)(log_ratios, log_ratios, math.nan)[2:].tolist() == [math.inf, math.inf, 0.0]
+    assert Truncate(8.0)(torch.tensor([math.nan]), log_ratios, math.nan).isnan().all()
 
 
 def test_kl_estimators_by_hand() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from vcpo.methods.advantages import fixed_baselines, length_factors, optimal_baselines, reward_scales
-from vcpo.methods.ratios import truncated_weights
 from vcpo.methods.spec import METHODS
 from vcpo.records import Trajectory
 
@@ -26,7 +26,7 @@ class Objective:
         self._set_B = torch.zeros(len(trajectories), dtype=torch.int64)
         self._sampled_B = torch.tensor([float(t.logprobs_T.sum(dtype="float64")) for t in trajectories]).double()
         lengths_B = torch.tensor([len(t.response_ids_T) for t in trajectories])
-        self._factors_B = length_factors(self._spec.loss_aggregation, lengths_B)
+        self._factors_B = length_factors(self._spec, lengths_B)
         self._factors_B /= reward_scales(self._spec, self.rewards_B, self._set_B)
 
     def log_ratios(self, logprobs_B: Tensor) -> Tensor:
@@ -35,12 +35,16 @@ class Objective:
 
     def units(self, log_ratios_B: Tensor) -> Tensor:
         """u_i: truncated importance weight, length normalisation and reward scale; needs no other trajectory."""
-        return truncated_weights(log_ratios_B, self._spec.ratio_cap) * self._factors_B
+        return self._weights(log_ratios_B) * self._factors_B
 
     def optimal_baseline(self, log_ratios_B: Tensor, squared_norms_B: Tensor) -> float:
         """The off-policy optimal baseline of the group."""
-        arguments = (self.rewards_B, log_ratios_B, squared_norms_B.cpu(), self._factors_B, self._set_B)
+        log_weights_B = self._weights(log_ratios_B).log()
+        arguments = (self.rewards_B, log_ratios_B, log_weights_B, squared_norms_B.cpu(), self._factors_B, self._set_B)
         return float(optimal_baselines(self._spec, *arguments)[0])
+
+    def _weights(self, log_ratios_B: Tensor) -> Tensor:
+        return self._spec.weight(log_ratios_B, log_ratios_B, math.nan)
 
     def mean_baseline(self) -> float:
         """The mean reward of the group."""

@@ -30,7 +30,7 @@ from vcpo.records import Group
 MANDATORY = ("plain", "ours", "one_at_a_time")
 
 # AdamW does its full work, but no weight moves, so that every call of every variant sees the same weights
-_TRAINING = TrainingSection(learning_rate=1e-30, weight_decay=0.0, max_grad_norm=1e30)
+_TRAINING = TrainingSection(learning_rate=1e-30, weight_decay=0.0, max_grad_norm=1e30, gradient_cosine=False)
 
 
 @dataclass(frozen=True)

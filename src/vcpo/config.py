@@ -6,17 +6,18 @@ an error that names the nearest valid one; old names have no aliases.
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_validator, model_validator
 
-from vcpo.errors import UserError, suggest
-from vcpo.methods.spec import METHODS, MethodSpec
+from vcpo.errors import UserError
+from vcpo.method_config import MethodSection
+from vcpo.methods.spec import MethodSpec
 from vcpo.tasks.registry import task_params
 
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -145,44 +146,6 @@ class SamplingSection(Section):
         return self
 
 
-class MethodSection(BaseModel):
-    """A named method; other keys override single parts of it (see ``MethodSpec``)."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    name: str = "vcpo"
-    spec: MethodSpec
-
-    @model_validator(mode="before")
-    @classmethod
-    def _resolve(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        overrides = {key: value for key, value in data.items() if key not in ("name", "spec")}
-        name = data.get("name", "vcpo")
-        if name not in METHODS:
-            raise ValueError(f"unknown method {name!r}{suggest(str(name), METHODS)}")
-        fields = {f.name for f in dataclasses.fields(MethodSpec)}
-        for key in overrides:
-            if key not in fields:
-                raise ValueError(f"unknown key method.{key}{suggest(key, fields)}")
-        spec = {**dataclasses.asdict(METHODS[name]), **overrides}
-        return {"name": name, "spec": spec}
-
-    @model_validator(mode="after")
-    def _parts_fit(self) -> MethodSection:
-        spec = self.spec
-        if spec.ratio_cap is not None and spec.ratio_cap <= 0:
-            raise ValueError("method.ratio_cap must be positive, or null for no truncation")
-        if not 0 < spec.ess_on_policy <= 1:
-            raise ValueError("method.ess_on_policy must be in (0, 1]")
-        return self
-
-    def to_plain(self) -> dict[str, Any]:
-        """The name and every part, in the form that is accepted as input."""
-        return {"name": self.name, **dataclasses.asdict(self.spec)}
-
-
 class TrainingSection(Section):
     """The optimizer loop."""
 
@@ -208,12 +171,64 @@ class TrainingSection(Section):
         "auto",
         description="how norms are made of a layer's rows; auto: what is quicker on this machine, layer by layer",
     )
+    gradient_cosine: bool = Field(
+        True, description="measure the cosine between consecutive gradients; keeps one more copy of the gradient"
+    )
     max_skipped_steps: NonNegativeInt = Field(
         20, description="stop after this many consecutive steps with non-finite ratios or gradients"
     )
 
 
-class LockstepRuntime(Section):
+class BoundedPacing(Section):
+    """Starts are paced so that nothing becomes too old, and nothing finished is discarded."""
+
+    name: Literal["bounded"] = "bounded"
+
+
+class DropStalePacing(Section):
+    """Train on what is finished first; drop what has become older than the staleness limit."""
+
+    name: Literal["drop_stale"] = "drop_stale"
+    max_ahead: NonNegativeInt | None = Field(
+        None,
+        description="minibatches of groups started beyond the next one; null: as many as the staleness limit; with"
+        " more, samplers that are quick enough produce what is then dropped",
+    )
+
+
+class PacePacing(Section):
+    """PACE: as ``drop_stale``, and reject the stalest groups when more than a target are waiting."""
+
+    name: Literal["pace"] = "pace"
+    max_ahead: NonNegativeInt | None = Field(None, description="as in drop_stale")
+    target_occupancy: Annotated[float, Field(ge=1)] = Field(
+        2.0, description="finished groups, in minibatches and with the next one, that may wait without a rejection"
+    )
+    smoothing: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.2, description="weight of the newest excess over the target in the reject rate"
+    )
+    sharpening: PositiveFloat = Field(4.0, description="exponent on the percentile of the prefix-forgetting score")
+
+
+Pacing = Annotated[BoundedPacing | DropStalePacing | PacePacing, Field(discriminator="name")]
+
+
+class _PacedRuntime(Section):
+    """What every runtime knows about staleness."""
+
+    target_ess: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        None,
+        description="effective sample size to be held by lowering the staleness limit below max_staleness; null: fixed",
+    )
+    pacing: Pacing = BoundedPacing()
+
+    @field_validator("pacing", mode="before")
+    @classmethod
+    def _pacing_shorthand(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+
+class LockstepRuntime(_PacedRuntime):
     """One process and a virtual clock: exact lag schedules, bit-for-bit repeatable on the CPU."""
 
     name: Literal["lockstep"]
@@ -224,8 +239,17 @@ class LockstepRuntime(Section):
     )
     threads: NonNegativeInt = Field(1, description="CPU threads; 0 leaves torch's default")
 
+    @model_validator(mode="after")
+    def _has_no_pool(self) -> LockstepRuntime:
+        if self.pacing.name != "bounded":
+            raise ValueError(
+                f"runtime.pacing={self.pacing.name} needs runtime=local: lockstep samples each minibatch when it is"
+                " trained on, so no finished group ever waits and there is nothing to drop"
+            )
+        return self
 
-class LocalRuntime(Section):
+
+class LocalRuntime(_PacedRuntime):
     """Sampler processes and a learner process on one machine, weights in shared memory."""
 
     name: Literal["local"]
@@ -269,6 +293,10 @@ class LoggingSection(Section):
     tensorboard: bool = True
     transcript_steps: NonNegativeInt = Field(10, description="write sample transcripts every so many steps; 0 for none")
     transcripts_per_step: PositiveInt = 4
+    trajectory_steps: NonNegativeInt = Field(
+        0,
+        description="keep the minibatch of every so many steps for vcpo replay; those beside checkpoints always are",
+    )
 
 
 class CompareSection(Section):
@@ -308,7 +336,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _combination_fits(self) -> RunConfig:
-        if self.method.spec.baseline in ("leave_one_out", "opob") and self.sampling.num_generations < 2:
+        if self.method.spec.baseline in ("leave_one_out", "token_optimal", "opob") and self.sampling.num_generations < 2:
             raise ValueError(f"method.baseline={self.method.spec.baseline} needs sampling.num_generations of 2 or more")
         if self.warm_start.steps and self.model.init is None:
             raise ValueError("warm_start.steps needs model.init: a pre-trained model (model.path) is trained as it is")
@@ -319,6 +347,12 @@ class RunConfig(Section):
                 f" model.init.max_position_embeddings = {self.model.init.max_position_embeddings}"
             )
         return self
+
+    @property
+    def method_spec(self) -> MethodSpec:
+        """The method, with what it takes from the rest of the configuration."""
+        spec = self.method.spec
+        return replace(spec, constant_length=spec.constant_length or self.sampling.max_completion_length)
 
     def to_plain(self) -> dict[str, Any]:
         """The effective configuration as plain data that loads back to an equal configuration."""
@@ -422,6 +456,8 @@ def _sentence(error: dict[str, Any]) -> str:
     parts = [str(part) for part in error["loc"]]
     if len(parts) > 1 and parts[0] == "runtime":
         parts = ["runtime", *parts[2:]]
+    if len(parts) > 2 and parts[:2] == ["runtime", "pacing"]:
+        parts = ["runtime", "pacing", *parts[3:]]
     if parts[:2] == ["method", "spec"]:
         parts.remove("spec")
     key = ".".join(parts)
@@ -441,7 +477,8 @@ def _sentence(error: dict[str, Any]) -> str:
     if kind == "union_tag_invalid":
         return f"unknown {key} {context['tag']!r}; allowed: {context['expected_tags']}"
     if kind == "union_tag_not_found":
-        return f"{key}.name is required; allowed: lockstep, local"
+        names = "bounded, drop_stale, pace" if parts[-1] == "pacing" else "lockstep, local"
+        return f"{key}.name is required; allowed: {names}"
     if kind == "value_error":
         message = str(context["error"])
         return message if not key or key in message else f"{key}: {message}"

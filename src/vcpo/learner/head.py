@@ -41,12 +41,14 @@ class HeadConsumer(Protocol):
 class HeadResult:
     """logprobs_K, entropies_K: of the trained tokens, without a graph, float32 or better.
 
+    energies_K: 1 - 2 p(target) + sum_v p(v)^2 of each row's distribution p, or ``None`` if not asked for.
     gradient_KD: of the objective, by the rows that went in; ``None`` if only log-probabilities were asked for, or if a
     chunk had no weights.
     """
 
     logprobs_K: Tensor
     entropies_K: Tensor
+    energies_K: Tensor | None
     gradient_KD: Tensor | None
 
 
@@ -68,6 +70,7 @@ def run_head(
     temperature: float,
     token_weights: TokenWeights | None = None,
     consumer: HeadConsumer | None = None,
+    wants_energies: bool = False,
 ) -> HeadResult:
     """Log-probabilities of the targets at the sampling temperature, and the gradient of sum_k u_k log pi_k.
 
@@ -77,7 +80,7 @@ def run_head(
     consumer: takes the gradient of the layer's parameters; may be ``None`` if they are frozen.
     """
     with torch.no_grad():
-        run = _HeadRun(rows_KD.detach(), head, targets_K, temperature, token_weights, consumer)
+        run = _HeadRun(rows_KD.detach(), head, targets_K, temperature, token_weights, consumer, wants_energies)
         chunks = list(_chunks(lengths, max(1, CHUNK_ELEMENTS // run.vocabulary)))
         for chunk in chunks:
             if run.is_stopped:
@@ -87,7 +90,7 @@ def run_head(
             else:
                 run.visit(chunk, is_everything=len(chunks) == 1)
         gradient = None if run.is_stopped else run.gradient_KD
-        return HeadResult(run.logprobs_K, run.entropies_K, gradient)
+        return HeadResult(run.logprobs_K, run.entropies_K, run.energies_K, gradient)
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,7 @@ class _HeadRun:
         temperature: float,
         token_weights: TokenWeights | None,
         consumer: HeadConsumer | None,
+        wants_energies: bool,
     ) -> None:
         self._rows_KD = rows_KD
         weight: Any = None if head is None else head.weight
@@ -136,6 +140,7 @@ class _HeadRun:
         fine = at_least_float32(rows_KD[:0])
         self.logprobs_K = fine.new_zeros(len(rows_KD))
         self.entropies_K = fine.new_zeros(len(rows_KD))
+        self.energies_K = fine.new_zeros(len(rows_KD)) if wants_energies else None
         self.gradient_KD = None if token_weights is None else torch.zeros_like(rows_KD)
         self.is_stopped = token_weights is None
 
@@ -196,6 +201,10 @@ class _HeadRun:
             logprobs_kV.clamp_(min=torch.finfo(logprobs_kV.dtype).min)
             torch.linalg.vecdot(probabilities_kV, logprobs_kV, out=entropies_k[few]).neg_()
             logprobs_kV.copy_(probabilities_kV)
+            if self.energies_K is not None:
+                torch.linalg.vecdot(probabilities_kV, probabilities_kV, out=self.energies_K[own][few])
+        if self.energies_K is not None:
+            self.energies_K[own] += 1 - 2 * self.logprobs_K[own].exp()
         return logits_kV
 
     def _logit_gradient(self, own: slice, probabilities_kV: Tensor, weights_k: Tensor) -> Tensor:

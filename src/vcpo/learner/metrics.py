@@ -8,11 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vcpo.learner.measurements import Measurements
 from vcpo.learner.minibatch import Minibatch
-from vcpo.methods.diagnostics import truncated_share
 from vcpo.methods.ess import effective_sample_size, largest_weight_share
-from vcpo.methods.ratios import trajectory_log_ratios
-from vcpo.methods.spec import MethodSpec
+from vcpo.methods.variance import second_moments
 from vcpo.records import StopReason
 
 
@@ -46,66 +45,107 @@ def reward_metrics(minibatch: Minibatch) -> dict[str, float]:
 
 
 def staleness_metrics(minibatch: Minibatch, version: int) -> dict[str, float]:
-    """Ages in optimizer steps: staleness per trained token, lag per trajectory from the version that started it."""
+    """Ages in optimizer steps: staleness per trained token, lag per trajectory from the version that started it.
+
+    staleness_share/<n>: of the trained tokens with an age from n up to 2n - 1 (0: with age 0).
+    """
     trajectories = minibatch.trajectories
     if not trajectories:
         return {}
     ages = np.concatenate([version - t.versions_T[t.mask_T] for t in trajectories])
     lags = np.array([version - t.start_version for t in trajectories])
+    # 0, 1, 2-3, 4-7, ...
+    classes, counts = np.unique(np.frexp(ages.astype(np.float64))[1], return_counts=True)
+    shares = {
+        f"staleness_share/{2 ** int(c) // 2}": float(count / len(ages))
+        for c, count in zip(classes, counts, strict=True)
+    }
     return {
         "staleness_mean": float(ages.mean()) if len(ages) else 0.0,
         "staleness_max": float(ages.max()) if len(ages) else 0.0,
+        **shares,
         "lag_mean": float(lags.mean()),
         "lag_max": float(lags.max()),
     }
 
 
-def ratio_metrics(
-    minibatch: Minibatch,
-    spec: MethodSpec,
-    log_ratios_B: Tensor,
-    k3_B: Tensor,
-    truncated_B: Tensor,
-    entropies_B: Tensor,
-) -> dict[str, float]:
-    """Distance between learner and sampler; arguments as in ``GradientAssembly``.
+def ratio_metrics(minibatch: Minibatch, measured: Measurements) -> dict[str, float]:
+    """Distance between learner and sampler.
 
-    kl, kl_k3: KL(mu || pi) per token, as the mean of -log r and of r - 1 - log r; truncated_share: of the ratios (of
-    tokens or of trajectories) that the method truncates.
+    ess, max_weight_share: from raw sequence ratios; ess_applied, max_applied_share: from the weights that the method
+    made of them, if one is not 0. kl, kl_k3: KL(mu || pi) per token, as the mean of -log r and of r - 1 - log r.
+    chi_square: the estimate mean(w^2) - 1 from sequence ratios. truncated_share: of the ratios (of tokens or of
+    trajectories) that got a smaller weight than they are; masked_share: of the tokens that got weight 0.
     """
     scored = minibatch.scored_B
-    log_ratios_S, lengths_S = log_ratios_B[scored], minibatch.trained_B[scored]
+    log_ratios_S, lengths_S = measured.log_ratios_B[scored], minibatch.trained_B[scored]
     if not len(log_ratios_S):
         return {}
+    weights_S = measured.weights_B[scored]
+    applied = {}
+    if weights_S.any():
+        applied["ess_applied"] = float(effective_sample_size(weights_S.log()))
+        applied["max_applied_share"] = float(largest_weight_share(weights_S.log()))
+    token_log_ratios = measured.token_log_ratios_K[scored.repeat_interleave(minibatch.trained_B)]
     tokens = float(lengths_S.sum())
-    if spec.ratio_level == "token":
-        truncated = truncated_B[scored].sum() / tokens
-    else:
-        truncated = truncated_share(trajectory_log_ratios(spec.ratio_level, log_ratios_S, lengths_S), spec.ratio_cap)
+    ratios = tokens if measured.ratios_are_of_tokens else float(len(log_ratios_S))
     return {
         "ess": float(effective_sample_size(log_ratios_S)),
         "max_weight_share": float(largest_weight_share(log_ratios_S)),
+        **applied,
         "log_ratio_mean": _mean(log_ratios_S),
         "log_ratio_median": float(log_ratios_S.median()),
         "log_ratio_min": float(log_ratios_S.min()),
         "log_ratio_max": float(log_ratios_S.max()),
+        **{f"token_log_ratio_q{name}": value for name, value in _quantiles(token_log_ratios)},
         "kl": -float(log_ratios_S.sum()) / tokens,
-        "kl_k3": float(k3_B[scored].sum()) / tokens,
-        "truncated_share": float(truncated),
-        "entropy": float(entropies_B[scored].sum()) / tokens,
+        "kl_k3": float(measured.k3_B[scored].sum()) / tokens,
+        "chi_square": float((2 * log_ratios_S).exp().mean()) - 1,
+        "truncated_share": float(measured.reduced_B[scored].sum()) / ratios,
+        "masked_share": float(measured.dropped_B[scored].sum()) / tokens,
+        "entropy": float(measured.entropies_B[scored].sum()) / tokens,
     }
 
 
-def baseline_metrics(minibatch: Minibatch, squared_norms_B: Tensor | None) -> dict[str, float]:
-    """Baselines and, where the method needs them, gradient norms of the trajectories that contribute."""
-    active = minibatch.active_B
-    if not active.any():
+def norm_metrics(minibatch: Minibatch, measured: Measurements) -> dict[str, float]:
+    """Gradient norms of the trajectories that contribute, and what each baseline would leave of the second moment.
+
+    second_moment/<baseline>: see ``second_moments``.
+    """
+    judged = minibatch.judged_B
+    if not judged.any():
         return {}
-    metrics = {"baseline_mean": _mean(minibatch.baselines_B[active])}
-    if squared_norms_B is not None:
-        norms = squared_norms_B[active].sqrt()
-        metrics |= {"norm_mean": _mean(norms), "norm_max": float(norms.max())}
-    return metrics
+    squared_norms = measured.squared_norms_B[judged]
+    moments = second_moments(
+        minibatch.shaped_B[judged],
+        measured.outer_log_ratios_B[judged],
+        measured.outer_B[judged].log(),
+        squared_norms,
+        (minibatch.factors_B / minibatch.scales_B)[judged],
+        minibatch.set_B[judged],
+    )
+    norms = squared_norms.sqrt()
+    return {
+        "norm_mean": _mean(norms),
+        "norm_max": float(norms.max()),
+        **{f"second_moment/{name}": value for name, value in moments.items()},
+    }
+
+
+def baseline_metrics(minibatch: Minibatch) -> dict[str, float]:
+    """The mean baseline of the trajectories that contribute; per token, the mean over their tokens."""
+    judged = minibatch.judged_B
+    if not judged.any():
+        return {}
+    if minibatch.token_baselines_K is not None:
+        return {"baseline_mean": _mean(minibatch.token_baselines_K[judged.repeat_interleave(minibatch.trained_B)])}
+    return {"baseline_mean": _mean(minibatch.baselines_B[judged])}
+
+
+def _quantiles(values: Tensor) -> list[tuple[str, float]]:
+    ordered = values.sort().values
+    positions = {"01": 0.01, "50": 0.5, "99": 0.99}
+    return [(name, float(ordered[int(share * (len(ordered) - 1))])) for name, share in positions.items()]
 
 
 def _mean(values: Tensor) -> float:

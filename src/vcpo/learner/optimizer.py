@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +13,15 @@ from torch import Tensor, nn
 from vcpo.config import TrainingSection
 from vcpo.gradnorm.sums import GradientSums
 from vcpo.learner.parallel import DataParallel
+from vcpo.methods.gradient_control import GradientControl
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """cosine: between this gradient and the one before; NaN if there is none or one of them is 0."""
+
+    cosine: float
+    must_skip: bool
 
 
 class MasterAdamW:
@@ -27,6 +38,7 @@ class MasterAdamW:
         self._masters = [_master(p) for p in self.parameters]
         self._parallel = parallel
         self.sums = GradientSums()
+        self._previous: list[Tensor] | None = None
         self.adamw = torch.optim.AdamW(
             self._masters,
             lr=training.learning_rate,
@@ -66,6 +78,39 @@ class MasterAdamW:
             parameter.grad = None
             master.grad = self._parallel.reduce(gradient, master)
 
+    def gradient(self) -> dict[str, Tensor]:
+        """The finished gradient by parameter name, whole; all ranks must call it."""
+        named = zip(self._names, self._masters, strict=True)
+        return {name: self._parallel.whole(master.grad) for name, master in named if master.grad is not None}
+
+    def align(self, control: GradientControl | None) -> Alignment:
+        """Compare the finished gradient with the latest one that was compared, and let the control change it.
+
+        Keeps a copy of the gradient as it was before, unless it is not finite.
+        """
+        gradients = [master.grad for master in self._masters if master.grad is not None]
+        before = self._previous
+        products = torch.zeros(3, dtype=torch.float64)
+        for number, gradient in enumerate(gradients):
+            own = _local(gradient)
+            products[0] += _dot(own, own)
+            if before is not None:
+                previous = _local(before[number])
+                products[1] += _dot(own, previous)
+                products[2] += _dot(previous, previous)
+        square, product, previous_square = self._parallel.sum(products).tolist()
+        if not math.isfinite(square):
+            return Alignment(math.nan, must_skip=False)
+        self._previous = [gradient.clone() for gradient in gradients]
+        if before is None or square == 0 or previous_square == 0:
+            return Alignment(math.nan, must_skip=False)
+        cosine = product / math.sqrt(square * previous_square)
+        factor = 1.0 if control is None else control.parallel_factor(cosine)
+        if factor is not None and factor != 1:
+            for gradient, previous in zip(gradients, before, strict=True):
+                gradient.add_(previous, alpha=(factor - 1) * product / previous_square)
+        return Alignment(cosine, must_skip=factor is None)
+
     def clip(self, max_norm: float) -> float:
         """Scale the gradient down to ``max_norm`` if it is longer; returns its length before that."""
         norm: Any = torch.nn.utils.clip_grad_norm_(self._masters, max_norm)
@@ -89,7 +134,8 @@ class MasterAdamW:
             master.grad = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything needed to continue: AdamW's moments and step counts, and the master copies, by parameter name.
+        """Everything needed to continue, by parameter name: AdamW's moments and step counts, the master copies, and
+        the gradient that the next one is compared with.
 
         Whole tensors, whatever the layout of the parameters; all ranks must call it.
         """
@@ -98,6 +144,8 @@ class MasterAdamW:
             state |= {f"{name}.{key}": self._parallel.whole(value) for key, value in self.adamw.state[master].items()}
             if parameter is not master:
                 state[f"{name}.master"] = self._parallel.whole(master.detach())
+        for name, previous in zip(self._names, self._previous or [], strict=False):
+            state[f"{name}.previous_gradient"] = self._parallel.whole(previous)
         return state
 
     def load_tensors(self, state: dict[str, Tensor]) -> None:
@@ -113,6 +161,21 @@ class MasterAdamW:
             if parameter is not master:
                 with torch.no_grad():
                     master.copy_(self._parallel.share(state[f"{name}.master"], master))
+        if f"{self._names[0]}.previous_gradient" in state:
+            self._previous = [
+                self._parallel.share(state[f"{name}.previous_gradient"], master)
+                for name, master in zip(self._names, self._masters, strict=True)
+            ]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor, or the tensor."""
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part.flatten()
+
+
+def _dot(a: Tensor, b: Tensor) -> float:
+    return float(torch.dot(a, b))
 
 
 def _master(parameter: nn.Parameter) -> nn.Parameter:

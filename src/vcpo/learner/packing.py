@@ -17,7 +17,9 @@ from vcpo.records import Trajectory
 _BUCKET_FILL = 0.75
 _SMALL_RUN = 512  # tokens from which matrix products run at about full speed
 _GPU_TOKENS = 16384
-_CACHED_ELEMENTS = 2**19  # of a hidden state: with more, a CPU's caches lose a layer's activations between its operations
+_CACHED_ELEMENTS = (
+    2**19
+)  # of a hidden state: with more, a CPU's caches lose a layer's activations between its operations
 
 
 def default_microbatch(hidden_size: int, device: torch.device) -> int:

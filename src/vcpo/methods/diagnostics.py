@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -13,10 +11,3 @@ def k3_terms(log_ratios_N: Tensor) -> Tensor:
     log_ratios = log_ratios_N.double()
     # an infinite ratio would be inf - inf
     return torch.where(log_ratios == torch.inf, torch.inf, torch.expm1(log_ratios) - log_ratios)
-
-
-def truncated_share(log_ratios: Tensor, cap: float | None) -> Tensor:
-    """Share of ratios above the cap; 0 without one."""
-    if cap is None or not len(log_ratios):
-        return torch.zeros((), dtype=torch.float64)
-    return (log_ratios > math.log(cap)).double().mean()

@@ -8,12 +8,45 @@ into 0 * inf = NaN.
 
 from __future__ import annotations
 
-import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from vcpo.methods.spec import RatioLevel
+
+
+@dataclass(frozen=True)
+class TokenRatios:
+    """What the rules of a method may look at, for the trained tokens of some trajectories; float64.
+
+    log_ratios_N: l = log pi - log mu. logprobs_N: log pi. lengths_B: trained tokens of each trajectory, at least 1.
+    sign_N: of each token's advantage (-1, 0, 1); 0 everywhere where it is not known yet.
+    """
+
+    log_ratios_N: Tensor
+    logprobs_N: Tensor
+    lengths_B: Tensor
+    sign_N: Tensor
+
+    @property
+    def sum_log_ratios_B(self) -> Tensor:
+        """(B,) sequence log-ratios."""
+        return sum_by_trajectory(self.log_ratios_N, self.lengths_B)
+
+    @property
+    def mean_log_ratios_B(self) -> Tensor:
+        """(B,) logarithms of the geometric-mean ratios."""
+        return self.sum_log_ratios_B / self.lengths_B
+
+    @property
+    def sign_B(self) -> Tensor:
+        """(B,) the sign of each trajectory's advantage, which all of its tokens share."""
+        return self.sign_N[self.lengths_B.cumsum(0) - 1]
+
+    def spread(self, values_B: Tensor) -> Tensor:
+        """(N,) one value per trajectory, repeated for each of its tokens."""
+        return values_B.repeat_interleave(self.lengths_B)
 
 
 def sum_by_trajectory(values_N: Tensor, lengths_B: Tensor) -> Tensor:
@@ -34,16 +67,3 @@ def trajectory_log_ratios(level: RatioLevel, log_ratios_B: Tensor, lengths_B: Te
     if level == "geometric":
         return log_ratios_B / lengths_B.clamp(min=1)
     return torch.zeros_like(log_ratios_B)
-
-
-def truncated_log_weights(log_ratios: Tensor, cap: float | None) -> Tensor:
-    """log min(w, c), taken in log space so that an infinite ratio gives the cap. NaN stays NaN."""
-    return log_ratios if cap is None else log_ratios.clamp(max=math.log(cap))
-
-
-def truncated_weights(log_ratios: Tensor, cap: float | None) -> Tensor:
-    """min(w, c); ``cap=None`` leaves the ratio as it is. No gradient flows through a weight: detach the log-ratios."""
-    if cap is None:
-        return log_ratios.exp()
-    # exp(log c) may miss c by a rounding; the weight of a truncated ratio is the cap itself
-    return torch.where(log_ratios >= math.log(cap), cap, log_ratios.exp())
