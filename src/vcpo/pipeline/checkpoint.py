@@ -82,6 +82,11 @@ def list_checkpoints(directory: Path) -> list[Path]:
     return sorted(directory.glob("step-*")) if directory.is_dir() else []
 
 
+def version_of(checkpoint: Path) -> int:
+    """The policy version (optimizer steps done) whose state a checkpoint holds."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
 def latest_intact(directory: Path, warn: Callable[[str], None]) -> Path | None:
     """The newest checkpoint whose files all match their checksums; damaged ones are named to ``warn``."""
     for path in reversed(list_checkpoints(directory)):
