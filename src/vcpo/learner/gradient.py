@@ -257,8 +257,8 @@ class GradientAssembly:
         coefficients_k = weighing.outer_B.repeat_interleave(lengths_B) * weighing.inner_N * advantages_k
         if weighing.penalty_N is not None:
             coefficients_k = coefficients_k + weighing.penalty_N
-        factors_k: Tensor = minibatch.factors_B[members].repeat_interleave(lengths_B)
-        return -factors_k * coefficients_k
+        descending_k: Tensor = -minibatch.factors_B[members].repeat_interleave(lengths_B) * coefficients_k
+        return descending_k
 
     def _scales(self) -> Tensor:
         """(B,) what multiplies the advantage of each trajectory."""

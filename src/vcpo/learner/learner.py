@@ -153,8 +153,10 @@ class Learner:
         norms: take the norms of the gradients as they are applied, for any method. Raises UserError if a layer has no
         rule for them.
         """
-        way = replace(self._norms, recorder=self._norms.recorder or self._make_recorder(), always=True)
-        minibatch, assembly = self._assemble(groups, way if norms else self._norms)
+        way = self._norms
+        if norms and not self.spec.needs_norms:
+            way = replace(way, recorder=GradientRecorder(self.model), always=True)
+        minibatch, assembly = self._assemble(groups, way)
         metrics = self._metrics(minibatch, assembly)
         skip = self._reason_to_skip(metrics, assembly)
         gradient: dict[str, Tensor] = {}

@@ -94,8 +94,9 @@ def _headline(run: RunData) -> list[tuple[str, str, str]]:
 
 def _summary(run: RunData) -> dict[str, str]:
     rows = dict(summary_rows(run.summary))
-    if run.summary.eval_accuracies:
-        rows["collapsed"] = "yes" if is_collapsed(run.summary.eval_accuracies) else "no"
+    verdict = is_collapsed(run.summary.eval_accuracies)
+    if verdict is not None:
+        rows["collapsed"] = "yes" if verdict else "no"
     for name, key in (("median KL", "kl_k3"), ("median gradient norm", "grad_norm")):
         values = finite_values(run.train, key)
         if values:
