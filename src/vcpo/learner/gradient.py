@@ -262,7 +262,8 @@ class GradientAssembly:
 
     def _scales(self) -> Tensor:
         """(B,) what multiplies the advantage of each trajectory."""
-        return self._minibatch.factors_B * self.measured.outer_B
+        scales_B: Tensor = self._minibatch.factors_B * self.measured.outer_B
+        return scales_B
 
     def _run(
         self, batch: PackedBatch, members: list[int], weigh: _Weigh, late: LateCoefficients | None = None
