@@ -48,7 +48,7 @@ class MethodSection(BaseModel):
         hints = get_type_hints(MethodSpec)
         changes: dict[str, Any] = {}
         for key, value in data.items():
-            if key in ("name", "spec"):
+            if key == "name":
                 continue
             if key not in hints:
                 raise ValueError(f"unknown key method.{key}{suggest(key, hints)}")
@@ -64,8 +64,9 @@ class MethodSection(BaseModel):
         for field in dataclasses.fields(self.spec):
             value = getattr(self.spec, field.name)
             if field.name in _PARTS and value is not None:
-                value = {"name": _part_name(field.name, type(value)), **dataclasses.asdict(value)}
-            plain[field.name] = list(value) if isinstance(value, tuple) else value
+                options = {name: _plain(option) for name, option in dataclasses.asdict(value).items()}
+                value = {"name": _part_name(field.name, type(value)), **options}
+            plain[field.name] = _plain(value)
         return plain
 
 
@@ -75,7 +76,7 @@ def _named_method(name: Any) -> MethodSpec:
         if not isinstance(spec, MethodSpec):
             raise ValueError(f"method {name!r} is a {type(spec).__name__}, not a MethodSpec")
         return spec
-    if name not in METHODS:
+    if not isinstance(name, str) or name not in METHODS:
         raise ValueError(f"unknown method {name!r}{suggest(str(name), METHODS)}")
     return METHODS[name]
 
@@ -105,7 +106,7 @@ def _part(kind: str, value: Any, present: Any) -> Any:
                 f"method.{kind} {name!r} must be a dataclass derived from {base.__module__}.{base.__name__}"
             )
         _users_own[chosen] = name
-    elif name in known:
+    elif isinstance(name, str) and name in known:
         chosen = known[name]
     else:
         raise ValueError(f"unknown method.{kind} {name!r}{suggest(str(name), known)}")
@@ -131,6 +132,11 @@ def _checked(key: str, hint: Any, value: Any) -> Any:
     except ValidationError as error:
         problem = error.errors()[0]["msg"].replace("Input should be", "must be")
         raise ValueError(f"{key} = {value!r} {problem}") from None
+
+
+def _plain(value: Any) -> Any:
+    # YAML has no tuples
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _part_name(kind: str, part: type) -> str:
