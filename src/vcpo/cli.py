@@ -56,11 +56,20 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in output_dir.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run in output_dir.")] = False,
     make_report: Annotated[bool, typer.Option("--report/--no-report", help="Write report.html at the end.")] = True,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would run and its memory.")] = False,
 ) -> None:
     """Train a model: vcpo train RECIPE.yaml key.sub=value ..."""
     if resume and overwrite:
         raise UserError("give --resume or --overwrite, not both")
+    if dry_run and (resume or overwrite):
+        raise UserError("--dry-run plans a new run: leave out --resume and --overwrite")
     config = _config(words)
+    if dry_run:
+        from vcpo.pipeline.plan import plan_run
+        from vcpo.report.plan import print_plan
+
+        print_plan(plan_run(config), Console())
+        return
     from vcpo.pipeline.run import train as run_training
 
     run_training(config, mode="resume" if resume else "overwrite" if overwrite else "new", make_report=make_report)
@@ -71,12 +80,14 @@ def train(
 def compare(
     recipe: Annotated[Path, typer.Argument(help="The recipe that all runs share.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key.sub=value for every run")] = None,
-    methods: Annotated[str, typer.Option(help="Variants of the recipe or methods, comma separated.")] = "",
+    methods: Annotated[
+        str, typer.Option(help="Comma separated: variants of the recipe, methods, or YAML files of variants.")
+    ] = "",
     seeds: Annotated[str, typer.Option(help="Like 1-5 or 1,2,7; the recipe's own when not given.")] = "",
     jobs: Annotated[int, typer.Option(help="Runs at a time; 0 means one per core.", min=0)] = 0,
     out: Annotated[Path, typer.Option(help="Where runs, table and figure go.")] = Path("runs/compare"),
 ) -> None:
-    """Run methods x seeds, then write a table and a figure (finished runs are kept)."""
+    """Run methods x seeds, then rank them: tables and a figure (finished runs are kept)."""
     from vcpo.observe.environment import usable_cores
     from vcpo.pipeline.compare import execute, plan
     from vcpo.report.comparison import write_comparison
@@ -89,9 +100,41 @@ def compare(
     failures = {run.directory for run, _ in failed}
     finished = [(r.variant, r.seed, r.directory) for r in runs if r.directory not in failures]
     if finished:
-        write_comparison(finished, out, console, command=" ".join(["vcpo", *sys.argv[1:]]))
+        lost = [(r.variant, r.seed) for r in runs if r.directory in failures]
+        write_comparison(finished, out, console, command=" ".join(["vcpo", *sys.argv[1:]]), failed=lost)
     if failed:
-        raise UserError(f"{len(failed)} of {len(runs)} runs failed; run the same command again to retry them")
+        total = len({r.directory for r in runs})
+        raise UserError(f"{len(failed)} of {total} runs failed; run the same command again to retry them")
+
+
+@app.command("replay")
+@_answers_mistakes
+def replay_minibatch(
+    run: Annotated[Path, typer.Argument(help="A run directory.")],
+    methods: Annotated[
+        str, typer.Option(help="Methods or variants, comma separated; 'run' is the run's own method, as configured.")
+    ] = "",
+    step: Annotated[int | None, typer.Option(help="Whose saved minibatch; the newest that fits if not given.")] = None,
+    checkpoint: Annotated[str, typer.Option(help="step-N or final; the one that trained on it if not given.")] = "",
+    recipe: Annotated[Path | None, typer.Option(help="A recipe whose compare.variants can be named.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda instead of the run's model.device.")] = "",
+    out: Annotated[Path | None, typer.Option(help="Write replay.json and replay.csv into this directory.")] = None,
+) -> None:
+    """Recompute what any method makes of a saved minibatch: weights, ESS, gradient, variance, dominant trajectories."""
+    from vcpo.pipeline.replay import replay
+
+    console = Console()
+    names = [name.strip() for name in methods.split(",") if name.strip()]
+    result = replay(run, names, step, checkpoint or None, recipe, device or None, lambda text: _err.print(text))
+    files = []
+    if out is not None:
+        try:
+            files = result.write(out)
+        except OSError as error:
+            raise UserError(f"--out {str(out)!r} cannot be written: {error}") from None
+    result.print(console)
+    for path in files:
+        console.print(str(path), markup=False, soft_wrap=True)
 
 
 @app.command("eval")
@@ -153,6 +196,38 @@ def report(
     except OSError as error:
         raise UserError(f"the report {str(path)!r} cannot be written: {error}") from None
     Console().print(f"report: {path}", markup=False)
+
+
+@app.command("reproduce")
+@_answers_mistakes
+def reproduce_paper(
+    names: Annotated[
+        list[str] | None, typer.Argument(help="fig1, table1, ... (without any: list them) or all", show_default=False)
+    ] = None,
+    seeds: Annotated[str, typer.Option(help="Like 1-5 or 1,2,7; each figure's own when not given.")] = "",
+    jobs: Annotated[int, typer.Option(help="Runs at a time; 0 means one per core.", min=0)] = 0,
+    out: Annotated[Path, typer.Option(help="Where tables, plots and verdicts go.")] = Path("results/reproduction"),
+    runs: Annotated[Path, typer.Option(help="Where the runs of all figures are kept.")] = Path("runs/reproduce/runs"),
+    recipes: Annotated[Path, typer.Option(help="The small recipes.")] = Path("recipes/reproduce"),
+    only_report: Annotated[bool, typer.Option("--only-report", help="Start no run; judge those that there are.")] = False,
+    document: Annotated[Path | None, typer.Option(help="A page whose tables are brought up to date.")] = None,
+) -> None:
+    """Make the paper's figures and tables at a small size, and judge its claims (finished runs are kept)."""
+    from vcpo.observe.environment import usable_cores
+    from vcpo.reproduce.command import Places, choose, list_figures, reproduce_figures
+    from vcpo.reproduce.document import refresh
+
+    console, places = Console(), Places(recipes, runs, out)
+    if not names:
+        list_figures(places, console)
+        return
+    chosen_seeds = _parse_seeds(seeds) if seeds else None
+    command = " ".join(["vcpo", *sys.argv[1:]])
+    try:
+        reproduce_figures(choose(names), chosen_seeds, jobs or usable_cores(), places, console, only_report, command)
+    finally:
+        if document is not None and out.is_dir():
+            refresh(document, Path())
 
 
 @app.command()

@@ -1,0 +1,346 @@
+"""The plan of a run: arithmetic by hand, memory against what is really allocated, every recipe of the repository."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from torch import Tensor
+from typer.testing import CliRunner, Result
+
+from run_cases import tiny_config, tiny_recipe
+from vcpo.cli import app
+from vcpo.config import RunConfig, load_config, parse_config
+from vcpo.errors import UserError
+from vcpo.learner.forward import PolicyForward
+from vcpo.learner.optimizer import MasterAdamW
+from vcpo.learner.packing import pack
+from vcpo.learner.parallel import DataParallel
+from vcpo.models.loading import load_model
+from vcpo.models.sizes import ModelSizes, UnknownModel
+from vcpo.pipeline.compare import plan as plan_comparison
+from vcpo.pipeline.memory import activation_bytes, cache_bytes, device_memory, number_bytes
+from vcpo.pipeline.plan import evaluated_steps, plan_run, saved_steps, variant_configs
+from vcpo.records import GenerationRequest, SamplingParams, StopReason, Trajectory
+from vcpo.report.plan import MemoryLine, Plan, RoleMemory
+from vcpo.sampler.protocol import generate
+from vcpo.sampler.torch_engine import TorchEngine
+
+# files that only name variants for a comparison have no section of a recipe
+RECIPES = sorted(
+    path
+    for path in Path("recipes").rglob("*.yaml")
+    if RunConfig.model_fields.keys() & yaml.safe_load(path.read_text(encoding="utf-8")).keys()
+)
+PAPER = [path for path in RECIPES if path.parent.name in ("math", "countdown", "aime") or path.stem == "vcpo-k12"]
+
+
+def dry_run(*arguments: object) -> Result:
+    words = ["train", *(str(a) for a in arguments), "--dry-run"]
+    return CliRunner(env={"COLUMNS": "200"}).invoke(app, words, catch_exceptions=False)
+
+
+def numbers(plan: Plan) -> dict[str, str]:
+    return {name: number for name, number, _ in plan.arithmetic}
+
+
+def line(role: RoleMemory, name: str) -> MemoryLine:
+    return next(line for line in role.lines if line.name == name)
+
+
+def test_arithmetic_of_the_math_recipe_by_hand() -> None:
+    plan = plan_run(load_config(Path("recipes/math/vcpo-k10.yaml")))
+    assert numbers(plan) == {
+        "trajectories per step": "512",  # 32 x 16
+        "tokens per step": "1,572,864",  # 512 x (1024 + 2048)
+        "passes per step": "256",  # two of 3072 tokens fit into 8192
+        "groups in flight": "352",  # (10 + 1) x 32
+        "responses in flight": "5,632",  # 352 x 16
+        "steps": "400",
+        "trajectories in all": "204,800",  # 400 x 512
+        "evaluations": "41",  # 0, 10, ..., 400
+        "checkpoints": "8",  # 50, 100, ..., 400
+    }
+
+
+@pytest.mark.parametrize(
+    ("every", "last", "evaluated", "saved"),
+    [
+        (3, 7, [0, 3, 6, 7], [3, 6, 7]),
+        (3, 6, [0, 3, 6], [3, 6]),
+        (9, 7, [0, 7], [7]),
+        (0, 7, [], [7]),
+    ],
+)
+def test_evaluations_and_checkpoints_are_those_of_the_run_loop(
+    tmp_path: Path, every: int, last: int, evaluated: list[int], saved: list[int]
+) -> None:
+    config = tiny_config(
+        tmp_path, f"training.max_steps={last}", f"eval.eval_steps={every}", f"checkpoint.save_steps={every}"
+    )
+    assert evaluated_steps(config) == evaluated
+    assert saved_steps(config) == saved
+
+
+def test_fewer_groups_are_in_flight_when_the_run_is_shorter_than_the_lag(tmp_path: Path) -> None:
+    # the pacer starts no group that would never be trained: 3 steps x 2 groups
+    config = tiny_config(tmp_path, "runtime={name: local, max_staleness: 9}", "training.max_steps=3")
+    assert numbers(plan_run(config))["groups in flight"] == "6"
+
+
+def test_a_dropping_policy_may_start_more_groups_than_the_lag_allows(tmp_path: Path) -> None:
+    runtime = "{name: local, max_staleness: 1, pacing: {name: drop_stale, max_ahead: 4}}"
+    assert numbers(plan_run(tiny_config(tmp_path, f"runtime={runtime}")))["groups in flight"] == "10"  # (4 + 1) x 2
+
+
+def qwen2_parameters(vocabulary: int, hidden: int, inner: int, layers: int, keys: int, tied: bool) -> int:
+    """Embedding, output layer if it is another matrix, and per layer q, k, v with biases, o, the MLP and two norms."""
+    attention = 2 * hidden * hidden + hidden + 2 * (hidden * keys + keys)
+    return (1 if tied else 2) * vocabulary * hidden + layers * (attention + 3 * hidden * inner + 2 * hidden) + hidden
+
+
+def test_built_in_sizes_are_the_published_ones() -> None:
+    small = ModelSizes.find(load_config(Path("recipes/gsm8k/vcpo-k12.yaml")).model)
+    assert small.parameters == qwen2_parameters(151936, 1536, 8960, 28, 256, tied=True) == 1_543_714_304
+    large = ModelSizes.find(load_config(Path("recipes/math/vcpo-k10.yaml")).model)
+    assert large.parameters == qwen2_parameters(152064, 3584, 18944, 28, 512, tied=False) == 7_615_616_512
+    assert (large.query_width, large.key_width, large.positions) == (3584, 512, 131072)
+
+
+def test_sizes_of_a_directory_are_those_of_its_model(finished_run: Path, tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, f"model={{path: {finished_run / 'model'}}}")
+    model, _ = load_model(config.model, seed=0)
+    assert ModelSizes.find(config.model).parameters == sum(p.numel() for p in model.parameters())
+
+
+def test_an_unknown_model_is_no_obstacle_to_the_arithmetic(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, "model={path: nobody/no-such-model}")
+    with pytest.raises(UnknownModel, match="nobody/no-such-model"):
+        ModelSizes.find(config.model)
+    plan = plan_run(config)
+    assert numbers(plan)["trajectories per step"] == "8"
+    assert plan.memory == ()
+    assert plan.memory_unknown is not None
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_gradient_moments_and_masters_take_what_the_optimizer_allocates(tmp_path: Path, dtype: str) -> None:
+    config = tiny_config(tmp_path, f"model.dtype={dtype}", "method=tis")
+    model, _ = load_model(config.model, seed=0)
+    optimizer = MasterAdamW(model, config.training, DataParallel())
+    optimizer.begin()
+    optimizer.finish()
+    optimizer.align(None)
+    gradient = sum(m.grad.nbytes for m in optimizer._masters if m.grad is not None)
+    optimizer.step(1e-3)
+    state = optimizer.tensors()
+    real = {
+        "weights": sum(p.nbytes for p in model.parameters()),
+        "gradient": gradient,
+        "AdamW moments": sum(t.nbytes for name, t in state.items() if name.endswith(("exp_avg", "exp_avg_sq"))),
+        "previous gradient": sum(t.nbytes for name, t in state.items() if name.endswith(".previous_gradient")),
+        "float32 masters": sum(t.nbytes for name, t in state.items() if name.endswith(".master")),
+    }
+    (role,) = device_memory(config, ModelSizes.find(config.model))
+    planned = {line.name: line.bytes for line in role.lines if line.is_exact}
+    assert {name: planned.get(name, 0) for name in real} == real
+
+
+def test_the_cache_takes_what_the_engine_allocates(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, "sampling.max_completion_length=70")
+    model, _ = load_model(config.model, seed=0)
+    engine = TorchEngine(model, SamplingParams(max_tokens=70), slots=3, max_length=75)
+    prompt = np.arange(2, 7)
+    generate(engine, [GenerationRequest(0, index, prompt, seed=index) for index in range(2)])
+    tensors = [*engine._cache._keys.values(), *engine._cache._values.values()]
+    # 74 positions are used, in blocks of 64
+    assert tensors[0].shape[:2] == (3, 128)
+    assert cache_bytes(config, ModelSizes.find(config.model), slots=3) == sum(t.nbytes for t in tensors)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_activations_are_close_to_what_autograd_keeps(tmp_path: Path, dtype: str) -> None:
+    heads = "num_attention_heads: 4, num_key_value_heads: 2"
+    sizes = f"{{hidden_size: 64, intermediate_size: 192, num_hidden_layers: 4, {heads}}}"
+    config = tiny_config(tmp_path, f"model={{init: {sizes}, dtype: {dtype}}}")
+    model, _ = load_model(config.model, seed=0)
+    response = np.full(60, 3)
+    trajectory = Trajectory(
+        group_id=0,
+        index=0,
+        prompt_ids=np.arange(2, 6),
+        response_ids_T=response,
+        mask_T=np.ones(60, dtype=bool),
+        logprobs_T=np.zeros(60, dtype=np.float32),
+        versions_T=np.zeros(60, dtype=np.int64),
+        stop_reason=StopReason.LENGTH,
+        start_version=0,
+    )
+    batch = pack([trajectory, trajectory], torch.device("cpu"))
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def remember(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    forward = PolicyForward(model, torch.device("cpu"))
+    held = []  # what is kept must stay alive, or its addresses would be used again
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t) or remember(t), lambda t: t):
+        forward.rows(batch)
+    expected = 128 * 4 * activation_bytes(ModelSizes.find(config.model), number_bytes(config.model))
+    assert sum(kept.values()) == pytest.approx(expected, rel=0.15)
+
+
+def test_norms_need_another_gradient_for_each_group_in_a_pass(tmp_path: Path) -> None:
+    sizes = ModelSizes.find(tiny_config(tmp_path).model)
+    (vcpo,) = device_memory(tiny_config(tmp_path, "method=vcpo", "training.gradient_norm_mode=single"), sizes)
+    (tis,) = device_memory(tiny_config(tmp_path, "method=tis"), sizes)
+    assert line(vcpo, "gradients for norms").bytes == 2 * 4 * sizes.parameters  # two groups, of a model so small
+    assert "gradients for norms" not in {line.name for line in tis.lines}
+
+
+def test_the_peak_of_a_role_is_its_largest_phase() -> None:
+    lines = (
+        MemoryLine("weights", 10, ("pass", "update"), ""),
+        MemoryLine("activations", 5, ("pass",), ""),
+        MemoryLine("temporaries", 7, ("update",), ""),
+    )
+    role = RoleMemory("learner", 1, lines)
+    assert (role.largest_phase, role.peak) == ("update", 17)
+    assert Plan((), (), (role, RoleMemory("sampler", 3, lines)), None, "", (), ()).device_bytes == 4 * 17
+
+
+def test_the_previous_gradient_is_kept_only_where_something_looks_at_it(tmp_path: Path) -> None:
+    sizes = ModelSizes.find(tiny_config(tmp_path).model)
+    for overrides, is_kept in (
+        (["training.gradient_cosine=true"], True),
+        (["training.gradient_cosine=false"], False),
+        (["training.gradient_cosine=false", "method=gac"], True),
+    ):
+        (role,) = device_memory(tiny_config(tmp_path, *overrides), sizes)
+        assert ("previous gradient" in {line.name for line in role.lines}) == is_kept
+
+
+def test_methods_that_look_at_the_minibatch_first_are_said_to(tmp_path: Path) -> None:
+    words = {name: text for name, _, text in plan_run(tiny_config(tmp_path, "method=otb")).arithmetic}
+    assert "as many without gradient come first" in words["passes per step"]
+
+
+def test_samplers_and_lockstep_snapshots_are_counted(tmp_path: Path) -> None:
+    sizes = ModelSizes.find(tiny_config(tmp_path).model)
+    learner, sampler = device_memory(tiny_config(tmp_path, "runtime={name: local, samplers: 3}"), sizes)
+    assert (learner.processes, sampler.processes) == (1, 3)
+    assert line(sampler, "weights").bytes == 4 * sizes.parameters
+    (process,) = device_memory(tiny_config(tmp_path, "runtime={name: lockstep, max_staleness: 5}"), sizes)
+    assert line(process, "earlier weights").bytes == 6 * 4 * sizes.parameters
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+def test_every_recipe_plans_with_all_its_variants_without_network(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise AssertionError("a plan must not use the network")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    config = load_config(recipe)
+    plan = plan_run(config)
+    assert set(variant_configs(config)) == set(config.compare.variants)
+    assert plan.device_bytes > 0 or plan.memory_unknown
+
+
+@pytest.mark.parametrize("recipe", PAPER, ids=str)
+def test_recipes_of_the_paper_have_its_hyper_parameters(recipe: Path) -> None:
+    config = load_config(recipe)
+    groups, members, lag, prompt, response, every = {
+        "gsm8k": (8, 8, 12, 2048, 2048, 10),
+        "math": (32, 16, 10, 1024, 2048, 10),
+        "countdown": (32, 16, 10, 1024, 2048, 10),
+        "aime": (128, 16, 2, 4096, 12288, 5),
+    }[recipe.parent.name]
+    training, sampling = config.training, config.sampling
+    assert (training.prompts_per_step, sampling.num_generations) == (groups, members)
+    assert (config.runtime.max_staleness, config.eval.eval_steps) == (lag, every)
+    assert (sampling.max_prompt_length, sampling.max_completion_length) == (prompt, response)
+    assert (training.learning_rate, training.weight_decay, training.max_grad_norm) == (1e-6, 0.1, 1.0)
+    assert (training.adam_beta1, training.adam_beta2, training.adam_epsilon) == (0.9, 0.999, 1e-8)
+    assert (training.warmup_steps, training.lr_scheduler_type, sampling.temperature) == (0, "constant", 1.0)
+    assert (config.eval.temperature, config.eval.top_p, config.eval.num_generations) == (0.8, 0.7, 3)
+    assert config.method.spec.ess_on_policy == (0.55 if recipe.parent.name == "aime" else 1.0)
+    assert {"sync", "tis", "tis+ess", "tis+opob", "vcpo"} <= set(config.compare.variants)
+
+
+@pytest.mark.parametrize("recipe", PAPER, ids=str)
+def test_the_planned_variants_are_those_that_a_comparison_runs(recipe: Path, tmp_path: Path) -> None:
+    compared = {run.variant: run.config for run in plan_comparison(recipe, [], [0], {}, tmp_path)}
+    planned = variant_configs(load_config(recipe))
+    assert list(planned) == list(compared)
+    for name, config in planned.items():
+        same = compared[name].model_copy(update={"output_dir": config.output_dir})
+        assert config == same, name
+
+
+def test_the_ablations_change_what_their_names_say() -> None:
+    variants = variant_configs(load_config(Path("recipes/gsm8k/vcpo-k12.yaml")))
+    assert variants["sync"].runtime.max_staleness == 0
+    assert variants["tis+ess"].method.spec.step_size == "sqrt_ess"
+    assert variants["tis+opob"].method.spec.baseline == "opob"
+    figure_9 = {(v.method.spec.step_size, v.method.spec.baseline) for v in (variants["vcpo"], variants["tis"])}
+    assert figure_9 == {("sqrt_ess", "opob"), ("constant", "group_mean")}
+    for kind in ("tis", "mis"):
+        for level in ("sequence", "token", "geometric"):
+            for cap in (2, 8):
+                if (kind, level, cap) != ("tis", "sequence", 8):  # which is `tis` itself
+                    spec = variants[f"{kind}-{level}-c{cap}"].method.spec
+                    limit = spec.weight.cap if kind == "tis" else spec.weight.high
+                    assert (spec.ratio_level, limit) == (level, cap)
+
+
+def test_an_invalid_variant_is_named(tmp_path: Path) -> None:
+    data = tiny_config(tmp_path).to_plain()
+    data["compare"] = {"variants": {"odd": {"method": "vpco"}}}
+    with pytest.raises(UserError, match=r"variant 'odd': .*unknown method 'vpco'"):
+        plan_run(parse_config(data))
+
+
+@pytest.mark.parametrize("mode", ["--resume", "--overwrite"])
+def test_a_dry_run_is_of_a_new_run(tmp_path: Path, mode: str) -> None:
+    result = dry_run(tiny_recipe(tmp_path / "r.yaml"), mode)
+    assert result.exit_code == 2
+    assert "--dry-run plans a new run" in result.stderr
+
+
+def test_a_dry_run_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = tiny_recipe(tmp_path / "r.yaml", "runtime=local", "eval.eval_steps=2")
+    before = sorted(tmp_path.rglob("*"))
+    monkeypatch.chdir(tmp_path)
+    result = dry_run(recipe)
+    assert result.exit_code == 0
+    assert "Nothing was written" in result.stdout
+    for words in ("One device for all", "AdamW moments", "groups in flight", "shared memory", "One learner process"):
+        assert words in result.stdout
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_dry_run_says_which_files_are_there(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text("")
+    options = f"{{name: dataset, path: {tmp_path / 'train.jsonl'}, eval_path: {tmp_path / 'test.jsonl'}}}"
+    run = dict(plan_run(tiny_config(tmp_path, f"task={options}", "reward.reward_funcs=[nowhere.py:f]")).run)
+    assert f"path {tmp_path / 'train.jsonl'} (there)" in run["task"]
+    assert f"eval_path {tmp_path / 'test.jsonl'} (NOT there)" in run["task"]
+    assert run["reward"] == "nowhere.py:f (NOT there)"
+
+
+def test_the_paper_size_does_not_fit_where_it_cannot() -> None:
+    """AdamW alone holds 7.6e9 x (2 + 4 + 8 + 4) bytes, 137 GB, and the sums for norms as much as the gradient."""
+    config: RunConfig = load_config(Path("recipes/math/vcpo-k10.yaml"))
+    learner, _ = device_memory(config, ModelSizes.find(config.model))
+    assert learner.of_phase("pass") > 7_615_616_512 * (2 + 4 + 8 + 4 + 4)
