@@ -236,9 +236,9 @@ FIGURES: tuple[Figure, ...] = (
         ),
         variants={
             "tis": _TIS,
-            "tis lr/2": {"method": "tis", "training.learning_rate": 1.5e-4},
-            "tis lr/3": {"method": "tis", "training.learning_rate": 1e-4},
-            "tis lr/10": {"method": "tis", "training.learning_rate": 3e-5},
+            "tis lr/2": {"method": "tis", "training.learning_rate": 2e-4},
+            "tis lr/3": {"method": "tis", "training.learning_rate": 1.33e-4},
+            "tis lr/10": {"method": "tis", "training.learning_rate": 4e-5},
             "vcpo": _VCPO,
         },
         panels=(_ACCURACY, _ESS, _KL, _GRADIENT),
