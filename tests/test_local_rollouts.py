@@ -65,7 +65,7 @@ def rollouts_of(config: RunConfig, task: Any = None) -> Iterator[tuple[LocalRoll
     sampling = config.sampling
     params = SamplingParams(max_tokens=sampling.max_completion_length, stop_token_ids=end_token_ids(model, tokenizer))
     prompts = PromptSource(task, tokenizer, config.seed, sampling.max_prompt_length, "skip")
-    rollouts = LocalRollouts(config, model, params, GroupStarter(prompts, 0), Grader(task, None))
+    rollouts = LocalRollouts(config, model, params, GroupStarter(prompts), Grader(task, None))
     try:
         yield rollouts, model
     finally:
@@ -110,6 +110,74 @@ def test_minibatches_are_whole_in_order_and_within_the_staleness_bound(runtime: 
                     if not config.runtime.in_flight_updates:  # type: ignore[union-attr]
                         assert (t.versions_T == t.start_version).all()
             rollouts.publish(step + 1)
+
+
+def wait_for_groups(rollouts: LocalRollouts, count: int) -> None:
+    """Until so many graded groups are waiting; woken by the collector."""
+    with rollouts._changed:
+        assert rollouts._changed.wait_for(lambda: len(rollouts._ready) >= count, timeout=30)
+
+
+def test_what_became_too_old_is_dropped_and_replaced() -> None:
+    """Seven minibatches of two are ready before the first step; those still there at version 2 break a bound of 1."""
+    config = config_with(max_staleness=1, pacing={"name": "drop_stale", "max_ahead": 6})
+    with rollouts_of(config) as (rollouts, _):
+        rollouts.publish(0)
+        wait_for_groups(rollouts, 14)
+        trained = []
+        for step in range(6):
+            groups = rollouts.minibatch(step)
+            assert len(groups) == 2
+            for group in groups:
+                trained.append(group.id)
+                assert len(group.trajectories) == 2
+                assert all(step - 1 <= t.start_version <= step for t in group.trajectories)
+            rollouts.publish(step + 1)
+            if step == 2:
+                # of the first fourteen, four were trained in time
+                assert rollouts.metrics()["dropped_groups/stale"] == 10
+        metrics = rollouts.metrics()
+        progress = rollouts._starter.progress
+        assert len(set(trained)) == 12
+        assert progress.next_group + len(progress.done) == 12 + metrics["dropped_groups"]
+
+
+def test_pace_rejects_what_waits_beyond_the_target() -> None:
+    pacing = {"name": "pace", "max_ahead": 6, "target_occupancy": 1.0, "smoothing": 1.0}
+    config = config_with(max_staleness=4, pacing=pacing)
+    with rollouts_of(config) as (rollouts, _):
+        rollouts.publish(0)
+        wait_for_groups(rollouts, 14)
+        first = rollouts.minibatch(0)
+        # all equally stale: twelve over the target go, those started first before the others
+        assert rollouts.metrics()["dropped_groups/rejected"] == 12
+        assert rollouts.metrics()["reject_rate"] == 12
+        assert rollouts.metrics()["waiting_groups"] == 14
+        assert sorted(g.id for g in first) == [12, 13]
+        rollouts.publish(1)
+        # responses that cross versions are scored by the learner's model
+        for step in range(1, 6):
+            groups = rollouts.minibatch(step)
+            assert all(step - 4 <= t.start_version <= step for g in groups for t in g.trajectories)
+            rollouts.publish(step + 1)
+
+
+def test_a_low_effective_sample_size_makes_new_groups_start_later() -> None:
+    config = config_with(max_staleness=4, target_ess=0.5)
+    with rollouts_of(config) as (rollouts, _):
+        rollouts.publish(0)
+        wait_for_groups(rollouts, 10)
+        for step in range(8):
+            groups = rollouts.minibatch(step)
+            rollouts.observe({"ess": 0.1 if step == 0 else 0.9})
+            rollouts.publish(step + 1)
+            # five minibatches had started at version 0; the limit of 2 lets the sixth start at version 3
+            lags = {step - t.start_version for group in groups for t in group.trajectories}
+            if step <= 4:
+                assert lags == {step}
+            else:
+                assert max(lags) <= 3
+            assert rollouts.metrics()["staleness_limit"] == (2 if step < 5 else 3)
 
 
 def test_samplers_use_the_weights_that_were_published() -> None:

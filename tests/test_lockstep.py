@@ -46,7 +46,7 @@ def trajectories_by_step(config: RunConfig, steps: int) -> list[list[Trajectory]
     prompts = PromptSource(task, tokenizer, config.seed, sampling.max_prompt_length, "skip")
     params = SamplingParams(max_tokens=sampling.max_completion_length)  # no end token: every length is the limit
     ring = SnapshotRing(runtime.max_staleness + 1)
-    rollouts = LockstepRollouts(config, model, params, tokenizer, GroupStarter(prompts, 0), grader, ring)
+    rollouts = LockstepRollouts(config, model, params, tokenizer, GroupStarter(prompts), grader, ring)
     sampled = []
     for step in range(steps):
         rollouts.publish(step)

@@ -37,3 +37,10 @@ def test_the_learner_is_never_starved_of_groups_that_it_needs_next() -> None:
     assert pacer.started_limit(version=3, last_step=10) == 16
     assert pacer.started_limit(version=9, last_step=10) == 40
     assert pacer.started_limit(version=10, last_step=10) == 40
+
+
+def test_every_dropped_group_makes_room_for_one_more() -> None:
+    pacer = Pacer(max_staleness=2, groups_per_step=4)
+    assert pacer.started_limit(version=3, last_step=10) == 24
+    assert pacer.started_limit(version=3, last_step=10, dropped=5) == 29
+    assert pacer.started_limit(version=10, last_step=10, dropped=5) == 45

@@ -1,8 +1,8 @@
 """The local runtime: sampler processes beside the learner, real asynchrony on one machine.
 
 The learner's process holds the optimizer, starts groups as far as the pacer allows, and has one collector thread that
-receives finished trajectories, assembles and grades groups, and watches the samplers. Minibatches are taken in the
-order in which groups were started, so the staleness bound holds by construction.
+receives finished trajectories, assembles and grades groups, and watches the samplers. Which of the finished groups
+make the next minibatch, and whether any are dropped, is the pacing policy's to say (``vcpo.pipeline.pacing``).
 """
 
 from __future__ import annotations
@@ -13,20 +13,22 @@ import contextlib
 import multiprocessing
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from torch import nn
+from transformers import PreTrainedModel
 
 from vcpo.config import RunConfig
 from vcpo.errors import UserError
 from vcpo.pipeline.interrupt import ENDING_SIGNALS
-from vcpo.pipeline.pacer import Pacer
+from vcpo.pipeline.pacing import GroupPool, make_policy
+from vcpo.pipeline.prefix_forgetting import PrefixForgetting
 from vcpo.pipeline.rollouts import Grader, GroupStarter, StartedGroup, Stopped
 from vcpo.pipeline.sampler_process import Failure, run_sampler
 from vcpo.pipeline.shared_weights import SharedWeights
+from vcpo.pipeline.staleness_control import StalenessControl
 from vcpo.records import Group, SamplingParams, Trajectory
 
 
@@ -43,7 +45,7 @@ class LocalRollouts:
     def __init__(
         self,
         config: RunConfig,
-        model: nn.Module,
+        model: PreTrainedModel,
         params: SamplingParams,
         starter: GroupStarter,
         grader: Grader,
@@ -55,12 +57,17 @@ class LocalRollouts:
         self._starter = starter
         self._grader = grader
         self._stop_requested = stop_requested
-        self._pacer = Pacer(config.runtime.max_staleness, config.training.prompts_per_step)
+        runtime, per_step = config.runtime, config.training.prompts_per_step
+        self._control = StalenessControl(runtime.max_staleness, runtime.target_ess, in_flight=True)
+        policy = make_policy(runtime.pacing, per_step, self._forgetting_scores)
+        self._pool = GroupPool(policy, per_step, config.training.max_steps)
 
         self._changed = threading.Condition()
         self._started: dict[int, StartedGroup] = {}
         self._arrived: dict[int, list[Trajectory]] = {}
-        self._ready: dict[int, Group] = {}
+        self._ready: dict[int, Group] = {}  # in the order of finishing
+        self._graded = 0
+        self._scorer: PrefixForgetting | None = None
         self._failure: BaseException | None = None
         self._waiting = False
         self._closing = False
@@ -96,8 +103,27 @@ class LocalRollouts:
     def publish(self, version: int) -> None:
         """Publish the learner's weights and start the groups that the new version allows."""
         self._weights.publish(self._model, version)
-        limit = self._pacer.started_limit(version, self._config.training.max_steps)
-        for group in self._starter.start(limit):
+        self._start(version)
+
+    def observe(self, metrics: Mapping[str, float]) -> None:
+        """Let the effective sample size move the staleness limit."""
+        self._control.observe(metrics)
+
+    def metrics(self) -> dict[str, float]:
+        """What was waiting, what has been dropped, and the limit, where it is controlled."""
+        return {**self._pool.metrics(), **self._control.metrics()}
+
+    def state(self) -> dict[str, Any]:
+        """Of the pool's counts, the policy and the control; what is in flight or waiting is sampled again."""
+        return {"pool": self._pool.state(), "control": self._control.state()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """The inverse of ``state``."""
+        self._pool.load_state(state["pool"])
+        self._control.load_state(state["control"])
+
+    def _start(self, version: int) -> None:
+        for group in self._starter.start(self._pool.started_limit(version, self._control.limit)):
             with self._changed:
                 self._started[group.id] = group
                 self._arrived[group.id] = []
@@ -108,12 +134,24 @@ class LocalRollouts:
                 self._pipes[target].send(requests)
 
     def minibatch(self, step: int) -> list[Group]:
-        """Wait until every group of this step is graded."""
-        ids = self._pacer.groups_of(step)
+        """Wait until every group of this step is graded, dropping on the way what the policy drops."""
+        seen = -1
+        while True:
+            seen, waiting = self._await_graded(seen)
+            dropped = self._pool.drops(step, self._control.limit, waiting)
+            self._take(dropped)
+            if dropped:
+                self._start(step)  # in place of the dropped ones; not under the lock that the collector needs
+            chosen = self._pool.choose(step, [group for group in waiting if group.id not in dropped])
+            if chosen is not None:
+                return self._take(chosen)
+
+    def _await_graded(self, seen: int) -> tuple[int, list[Group]]:
+        """Wait until more than ``seen`` groups have been graded; how many have, and those that are waiting."""
         with self._changed:
             self._waiting = True
             try:
-                while not all(i in self._ready for i in ids):
+                while self._graded <= seen:
                     if self._failure is not None:
                         raise self._failure
                     if self._stop_requested():
@@ -121,7 +159,22 @@ class LocalRollouts:
                     self._changed.wait(0.2)  # woken by the collector; the time-out is for stop_requested
             finally:
                 self._waiting = False
-            return [self._ready.pop(i) for i in ids]
+            return self._graded, list(self._ready.values())
+
+    def _take(self, numbers: Iterable[int]) -> list[Group]:
+        """Take groups out of those that are waiting, for good."""
+        with self._changed:
+            groups = [self._ready.pop(number) for number in numbers]
+        self._starter.finish(group.id for group in groups)
+        return groups
+
+    def _forgetting_scores(self, groups: Sequence[Group]) -> list[float]:
+        """Prefix-forgetting scores under the learner's weights, which do not change while a minibatch is awaited."""
+        if self._scorer is None:
+            config = self._config
+            tokens = config.training.max_tokens_per_microbatch
+            self._scorer = PrefixForgetting(self._model, config.sampling.temperature, tokens)
+        return self._scorer(groups)
 
     def close(self) -> None:
         """End the samplers and the collector."""
@@ -188,6 +241,7 @@ class LocalRollouts:
                 with self._changed:
                     del self._started[group.id], self._arrived[group.id]
                     self._ready[group.id] = group
+                    self._graded += 1
                     self._changed.notify_all()
 
 

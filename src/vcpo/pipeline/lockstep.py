@@ -7,12 +7,15 @@ A minibatch is sampled just before the step that trains on it, from snapshots of
 - ``in_flight``: decoding starts with the weights of k steps ago and swaps to newer ones at equal intervals of
   ``max_completion_length``, reaching the current weights at its end, with the key/value cache kept.
 
-During the first k steps the lag is what is there: step s cannot be more than s versions old.
+During the first k steps the lag is what is there: step s cannot be more than s versions old. k is ``max_staleness``,
+or the limit to which ``target_ess`` has lowered it for the next minibatch (``vcpo.pipeline.staleness_control``).
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -21,6 +24,7 @@ from vcpo.config import RunConfig
 from vcpo.pipeline.pacer import Pacer
 from vcpo.pipeline.rollouts import Grader, GroupStarter, StartedGroup
 from vcpo.pipeline.snapshots import SnapshotRing
+from vcpo.pipeline.staleness_control import StalenessControl
 from vcpo.records import GenerationRequest, Group, SamplingParams, Trajectory
 from vcpo.sampler.torch_engine import TorchEngine
 
@@ -54,11 +58,13 @@ class LockstepRollouts:
         )
         # sampled on demand, so no group is started ahead of the step that trains on it
         self._pacer = Pacer(0, config.training.prompts_per_step)
+        self._control = StalenessControl(config.runtime.max_staleness, config.runtime.target_ess, in_flight=False)
 
     def minibatch(self, step: int) -> list[Group]:
         """Sample and grade the groups of ``step`` at the schedule's lag."""
         started = self._starter.start(self._pacer.started_limit(step, self._config.training.max_steps))
-        oldest = max(0, step - self._runtime.max_staleness)
+        self._starter.finish(group.id for group in started)
+        oldest = max(0, step - self._control.limit)
         if self._runtime.lag == "mixed":
             trajectories = []
             lags = np.random.default_rng([self._config.seed, step]).integers(0, step - oldest + 1, len(started))
@@ -76,6 +82,22 @@ class LockstepRollouts:
     def publish(self, version: int) -> None:
         """Keep a copy of the learner's weights."""
         self.snapshots.add(self._learner_model, version)
+
+    def observe(self, metrics: Mapping[str, float]) -> None:
+        """Let the effective sample size move the lag of the next minibatch."""
+        self._control.observe(metrics)
+
+    def metrics(self) -> dict[str, float]:
+        """The limit, where it is controlled."""
+        return self._control.metrics()
+
+    def state(self) -> dict[str, Any]:
+        """The control's; the weights of earlier versions are in the ring."""
+        return {"control": self._control.state()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """The inverse of ``state``."""
+        self._control.load_state(state["control"])
 
     def close(self) -> None:
         """Nothing runs between steps."""

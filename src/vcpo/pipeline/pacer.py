@@ -5,6 +5,9 @@ group ``j`` is trained by optimizer step ``j // groups_per_step``. A group may s
 ``max_staleness`` away from the policy version (optimizer steps done) at the start. The policy lag of every trained
 trajectory is then at most ``max_staleness`` whatever the speeds of samplers and learner, and because the order of
 training is the order of starting, slow prompts are trained on as often as quick ones.
+
+A pacing policy that drops groups (``vcpo.pipeline.pacing``) starts one more for each of them: the rule then counts the
+groups that have been started and not dropped.
 """
 
 from __future__ import annotations
@@ -23,13 +26,14 @@ class Pacer:
     max_staleness: int
     groups_per_step: int
 
-    def started_limit(self, version: int, last_step: int) -> int:
+    def started_limit(self, version: int, last_step: int, dropped: int = 0) -> int:
         """Groups with a number below this may start while ``version`` optimizer steps are done.
 
         last_step: the number of steps in the whole run; no group is started that would never be trained.
+        dropped: how many of the groups started so far have been dropped.
         """
-        return min(version + self.max_staleness + 1, last_step) * self.groups_per_step
+        return min(version + self.max_staleness + 1, last_step) * self.groups_per_step + dropped
 
     def groups_of(self, step: int) -> range:
-        """The numbers of the groups that optimizer step ``step`` (counted from 0) trains."""
+        """The numbers of the groups that optimizer step ``step`` (counted from 0) trains, where none is dropped."""
         return range(step * self.groups_per_step, (step + 1) * self.groups_per_step)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +34,22 @@ class Rollouts(Protocol):
 
     def publish(self, version: int) -> None:
         """Make the learner's current weights available to the samplers as ``version``."""
+        ...
+
+    def observe(self, metrics: Mapping[str, float]) -> None:
+        """Take in the metrics of the optimizer step just done, before its weights are published."""
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """What the metrics of this step should say about pacing and staleness."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Plain data that, beside the ``DataProgress``, continue the pacing in a resumed run."""
+        ...
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """The inverse of ``state``, before the first weights are published."""
         ...
 
     def close(self) -> None:
@@ -66,35 +82,68 @@ def response_seed(seed: int, group_id: int, index: int) -> int:
     return int(np.random.SeedSequence([seed, group_id, index]).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
-class GroupStarter:
-    """Takes prompts from the data in order and numbers the groups."""
+@dataclass(frozen=True)
+class DataProgress:
+    """How far the data have been used: which groups are done with, that is trained or dropped.
 
-    def __init__(self, prompts: PromptSource, first_group: int) -> None:
+    next_group: the lowest number that is not done with; a resumed run starts from it, as nothing in flight is kept.
+    position: the data position of its prompt.
+    done: the groups above it that are done with; always empty where groups are trained in order and none is dropped.
+    counts: prompts skipped and truncated before ``position``, for the metrics. Counted up to there, not up to what has
+        been started, so that a resumed run counts each prompt once.
+    """
+
+    next_group: int = 0
+    position: int = 0
+    done: list[int] = field(default_factory=list)
+    counts: dict[str, float] = field(default_factory=lambda: {"prompts_skipped": 0.0, "prompts_truncated": 0.0})
+
+
+class GroupStarter:
+    """Takes prompts from the data in order, numbers the groups, and keeps account of those that are done with.
+
+    A group's number fixes its prompt and its seeds, so a group that is done with before an earlier one is remembered by
+    its number, and a resumed run passes over its prompt.
+    """
+
+    def __init__(self, prompts: PromptSource, begin: DataProgress | None = None) -> None:
+        """prompts: continues at the position of ``begin``."""
+        begin = begin or DataProgress()
         self._prompts = prompts
-        self._next_id = first_group
-        self._counts: dict[int, dict[str, float]] = {}
+        self._next_id = begin.next_group
+        self._progress = begin
+        self._done = set(begin.done)
+        self._after: dict[int, tuple[int, dict[str, float]]] = {}
 
     def start(self, limit: int) -> list[StartedGroup]:
-        """All groups with numbers below ``limit`` that have not been started yet."""
+        """All groups with numbers below ``limit`` that have neither been started yet nor are done with."""
         started = []
         while self._next_id < limit:
             problem, prompt_ids, next_position = self._prompts.next()
-            started.append(StartedGroup(self._next_id, problem, prompt_ids, next_position))
-            self._counts[self._next_id] = {
+            if self._next_id not in self._done:
+                started.append(StartedGroup(self._next_id, problem, prompt_ids, next_position))
+            counts = {
                 "prompts_skipped": float(self._prompts.skipped),
                 "prompts_truncated": float(self._prompts.truncated),
             }
+            self._after[self._next_id] = next_position, counts
             self._next_id += 1
         return started
 
-    def counts(self, group_id: int) -> dict[str, float]:
-        """Prompts skipped and truncated up to a group, for the metrics; earlier groups may not be asked for again.
+    def finish(self, numbers: Iterable[int]) -> None:
+        """These groups have been trained or dropped."""
+        self._done.update(numbers)
+        next_group, position, counts = self._progress.next_group, self._progress.position, self._progress.counts
+        while next_group in self._done and next_group in self._after:
+            self._done.remove(next_group)
+            position, counts = self._after.pop(next_group)
+            next_group += 1
+        self._progress = DataProgress(next_group, position, sorted(self._done), counts)
 
-        Counted up to what is trained, not up to what has been started, so that a resumed run counts each prompt once.
-        """
-        for earlier in [id for id in self._counts if id < group_id]:
-            del self._counts[earlier]
-        return self._counts[group_id]
+    @property
+    def progress(self) -> DataProgress:
+        """What is done with by now."""
+        return self._progress
 
 
 class Grader:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from vcpo.pipeline.evaluate import Evaluator
 from vcpo.pipeline.interrupt import StopRequest
 from vcpo.pipeline.local import LocalRollouts
 from vcpo.pipeline.lockstep import LockstepRollouts
-from vcpo.pipeline.rollouts import Grader, GroupStarter, Rollouts, Stopped, make_task_and_grader
+from vcpo.pipeline.rollouts import DataProgress, Grader, GroupStarter, Rollouts, Stopped, make_task_and_grader
 from vcpo.pipeline.run_directory import Mode, RunDirectory
 from vcpo.pipeline.snapshots import SnapshotRing
 from vcpo.pipeline.warm_start import warm_start
@@ -108,8 +109,8 @@ class _Run:
 
         resume = mode == "resume"
         checkpoint = latest_intact(directory.checkpoints, progress.note) if resume else None
-        self.position = 0
-        self.counts: dict[str, float] = {}
+        self.data = DataProgress()
+        self.rollouts_state: dict[str, Any] | None = None
         self.model: PreTrainedModel
         self.tokenizer: PreTrainedTokenizerBase
         if checkpoint is None:
@@ -164,15 +165,17 @@ class _Run:
             stop_strings=tuple(sampling.stop_strings),
         )
         prompts = PromptSource(
-            task, self.tokenizer, config.seed, sampling.max_prompt_length, sampling.long_prompts, self.position
+            task, self.tokenizer, config.seed, sampling.max_prompt_length, sampling.long_prompts, self.data.position
         )
-        prompts.skipped = int(self.counts.get("prompts_skipped", 0))
-        prompts.truncated = int(self.counts.get("prompts_truncated", 0))
-        starter = GroupStarter(prompts, first_group=learner.version * config.training.prompts_per_step)
+        prompts.skipped = int(self.data.counts["prompts_skipped"])
+        prompts.truncated = int(self.data.counts["prompts_truncated"])
+        starter = GroupStarter(prompts, self.data)
         if self.is_new and evaluator:
             self._evaluate(evaluator)
         self.stop.abort = lambda: self.failure is not None  # from here on there is something to save
         self.rollouts = self._make_rollouts(params, starter)
+        if self.rollouts_state is not None:
+            self.rollouts.load_state(self.rollouts_state)
         self.rollouts.publish(learner.version)
         last_saved = None if self.is_new else learner.version
         while learner.version < config.training.max_steps:
@@ -229,13 +232,15 @@ class _Run:
         groups = rollouts.minibatch(learner.version)
         sampled = time.perf_counter()
         result = learner.step(groups)
+        rollouts.observe(result.metrics)
         rollouts.publish(learner.version)
         end = time.perf_counter()
-        self.position = groups[-1].next_position
-        self.counts = starter.counts(groups[-1].id)
+        self.data = starter.progress
+        self.rollouts_state = rollouts.state()
         metrics = {
             **result.metrics,
-            **self.counts,
+            **self.data.counts,
+            **rollouts.metrics(),
             "time_sample": sampled - begin,  # in the local runtime: the time that the learner waited
             "time_train": end - sampled,
             "time_step": end - begin,
@@ -270,7 +275,7 @@ class _Run:
     def _save(self) -> None:
         checkpoint = self.config.checkpoint
         numbers, tensors = self.learner.state()
-        numbers = {"learner": numbers, "position": self.position, "counts": self.counts}
+        numbers = {"learner": numbers, **dataclasses.asdict(self.data), "rollouts": self.rollouts_state}
         tensors = {f"learner.{name}": tensor for name, tensor in tensors.items()}
         if self.snapshots is not None:
             tensors |= {f"snapshots.{name}": tensor for name, tensor in self.snapshots.state().items()}
@@ -283,8 +288,8 @@ class _Run:
         )
 
     def _restore(self, state: RunState) -> None:
-        self.position = state.numbers["position"]
-        self.counts = state.numbers["counts"]
+        self.data = DataProgress(**{f.name: state.numbers[f.name] for f in dataclasses.fields(DataProgress)})
+        self.rollouts_state = state.numbers["rollouts"]
         self.learner.load_state(state.numbers["learner"], _with_prefix(state.tensors, "learner."))
         if self.snapshots is not None:
             version = self.learner.version
