@@ -18,14 +18,17 @@ from vcpo.observe.logger import Kind, Logger
 from vcpo.observe.metrics import MetricsLog
 from vcpo.observe.progress import Progress
 from vcpo.observe.tensorboard import TensorBoardLogger
+from vcpo.observe.trajectories import TrajectoryLog
 from vcpo.observe.transcripts import TranscriptWriter
 from vcpo.pipeline.checkpoint import (
     RunState,
     disk_errors_explained,
     latest_intact,
+    list_checkpoints,
     load_state,
     replace_directory,
     save_checkpoint,
+    version_of,
 )
 from vcpo.pipeline.evaluate import Evaluator
 from vcpo.pipeline.interrupt import StopRequest
@@ -135,6 +138,7 @@ class _Run:
         self.transcripts = TranscriptWriter(
             directory.path, config.logging.transcript_steps, config.logging.transcripts_per_step
         )
+        self.trajectories = TrajectoryLog(directory.path, config.logging.trajectory_steps, resume_step)
 
     @property
     def failure(self) -> BaseException | None:
@@ -215,7 +219,7 @@ class _Run:
         config = self.config
         if config.model.gradient_checkpointing:
             self.model.activation_checkpointing_enable()
-        return Learner(self.model, config.method.spec, config.training, config.sampling.temperature)
+        return Learner(self.model, config.method_spec, config.training, config.sampling.temperature)
 
     def _make_rollouts(self, params: SamplingParams, starter: GroupStarter) -> Rollouts:
         if self.snapshots is not None:
@@ -251,6 +255,8 @@ class _Run:
         self._log("train", metrics)
         with self._disk_errors_explained("transcripts"):
             self.transcripts.write(learner.version, groups, result, self._decode)
+        with self._disk_errors_explained("trajectories"):
+            self.trajectories.step_done(learner.version, groups)
 
     def _evaluate(self, evaluator: Evaluator) -> None:
         with self.progress.phase("evaluation", None) as phase:
@@ -286,6 +292,10 @@ class _Run:
             RunState(numbers, tensors),
             checkpoint.save_total_limit,
         )
+        with self._disk_errors_explained("trajectories"):
+            self.trajectories.checkpoints_are(
+                [version_of(path) for path in list_checkpoints(self.directory.checkpoints)]
+            )
 
     def _restore(self, state: RunState) -> None:
         self.data = DataProgress(**{f.name: state.numbers[f.name] for f in dataclasses.fields(DataProgress)})
