@@ -56,6 +56,9 @@ def test_equal_texts_need_no_parser() -> None:
         "\\boxed{9^{9^{9^9}}}",
         "\\boxed{2^{99999999}}",
         "\\boxed{99999!}",
+        "\\boxed{((9^9)^9)^9}",
+        "\\boxed{(1+x+y+z)^{99}}",
+        "\\boxed{\\binom{99999}{999}}",
         "\\boxed{" + "7" * 200 + "}",
     ],
 )

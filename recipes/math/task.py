@@ -5,8 +5,8 @@ and their answer is the last ``\\boxed{...}`` of ``solution``. Named in a recipe
 
 Answers are compared by math-verify (``pip install math-verify``). Its time-outs use signal.alarm, which only works in
 the main thread, and grading runs in another one; they are switched off. Instead the work is bounded: only the last box
-of a response counts, it must be short, and towers of powers, long exponents and factorials are wrong answers unseen.
-That is no hard limit: an expression that makes sympy work for ever would hold up the run.
+of a response counts, it must be short, and expressions that are costly by their looks are wrong answers unseen. That is
+no hard limit: another expression that makes sympy work for ever would hold up the run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,12 @@ from vcpo.tasks.rows import Table
 
 MAX_ANSWER = 300  # characters; the longest right answer of MATH-500 has 53
 _TAIL = 4000  # characters at the end of a response in which its last box is looked for
-_COSTLY = re.compile(r"\^\s*\{?\s*[-+]?\d{4}|\^\s*\{[^{}]*\^|\^\s*\S\s*\^|(?<!\\)!|\d{40}")
+# what sympy could work on for ever: exponents of three digits, powers of powers, brackets to a power of two digits,
+# factorials (\! is a space), large binomials, and numbers that no answer has
+_COSTLY = re.compile(
+    r"\^\s*\{?\s*[-+]?\d{3}|\^\s*\{[^{}]*\^|\^\s*\S\s*\^|[)}\]]\s*\^\s*\{?\s*[-+]?\d\d"
+    r"|[)}\]]\s*\^\s*\{?\s*\d\s*\}?\s*(?:\\right)?\s*[)}\]]\s*\^|(?<!\\)!|factorial|binom.*\d{4}|\d{40}"
+)
 
 
 class MathOptions(DataOptions):
