@@ -21,8 +21,8 @@ from vcpo.errors import UserError
 from vcpo.gradnorm import recorder
 from vcpo.learner import gradient
 from vcpo.learner.learner import Learner, StepResult
-from vcpo.methods.weights import Truncate
 from vcpo.methods.spec import METHODS, MethodSpec
+from vcpo.methods.weights import Truncate
 from vcpo.records import Group
 
 VCPO = METHODS["vcpo"]
@@ -121,7 +121,7 @@ def test_update_does_not_depend_on_how_norms_are_made(
     model = make_model("gpt2")
     groups = make_groups(model, REWARDS, drift=1.0)
     expected, result = updated(model, groups, VCPO)
-    monkeypatch.setattr(gradient, "_WAITING_ELEMENTS", most_waiting)
+    monkeypatch.setattr(gradient, "WAITING_ELEMENTS", most_waiting)
     monkeypatch.setattr(recorder, "SMALL_ELEMENTS", 300)
     ours, other = updated(model, groups, VCPO, max_tokens_per_microbatch=max_tokens, gradient_norm_mode=mode)
     assert distance(expected, ours) < 1e-12

@@ -15,8 +15,8 @@ import torch
 from learner_cases import make_groups, make_model, slow_update
 from test_learner import distance, training, updated
 from vcpo.learner.learner import Learner
-from vcpo.methods.weights import Truncate
 from vcpo.methods.spec import METHODS
+from vcpo.methods.weights import Truncate
 from vcpo.records import Group
 
 ALL = list(METHODS)

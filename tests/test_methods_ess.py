@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vcpo.methods.ess import effective_sample_size, largest_weight_share
-from vcpo.methods.weights import Truncate
 from vcpo.methods.step_size import step_scale
+from vcpo.methods.weights import Truncate
 
 COLLAPSING = [400.0, 50.0, 9.0, 6.0, 4.0, 3.0, 3.0, 3.0]
 

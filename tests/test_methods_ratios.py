@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from vcpo.methods.diagnostics import k3_terms
-from vcpo.methods.weights import Truncate
 from vcpo.methods.ratios import (
     sum_by_trajectory,
     trajectory_log_ratios,
 )
+from vcpo.methods.weights import Truncate
 
 
 def test_sums_are_double_precision_and_empty_trajectories_sum_to_zero() -> None:

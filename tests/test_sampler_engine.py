@@ -154,7 +154,7 @@ def test_members_of_a_group_differ_by_their_seeds_and_repeat_by_them() -> None:
 def test_prompts_that_exceed_one_prefill_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     requests = make_requests([10, 3, 40, 12, 5, 9])
     expected = generate(engine_of(make(), SamplingParams(max_tokens=8), slots=6), requests)
-    monkeypatch.setattr("vcpo.sampler.torch_engine._PREFILL_TOKENS", 20)
+    monkeypatch.setattr("vcpo.sampler.torch_engine.PREFILL_TOKENS", 20)
     assert_same(generate(engine_of(make(), SamplingParams(max_tokens=8), slots=6), requests), expected)
 
 

@@ -209,7 +209,7 @@ def reproduce_paper(
     out: Annotated[Path, typer.Option(help="Where tables, plots and verdicts go.")] = Path("results/reproduction"),
     runs: Annotated[Path, typer.Option(help="Where the runs of all figures are kept.")] = Path("runs/reproduce/runs"),
     recipes: Annotated[Path, typer.Option(help="The small recipes.")] = Path("recipes/reproduce"),
-    only_report: Annotated[bool, typer.Option("--only-report", help="Start no run; judge those that there are.")] = False,
+    only_report: Annotated[bool, typer.Option("--only-report", help="Start no run; judge what is there.")] = False,
     document: Annotated[Path | None, typer.Option(help="A page whose tables are brought up to date.")] = None,
 ) -> None:
     """Make the paper's figures and tables at a small size, and judge its claims (finished runs are kept)."""

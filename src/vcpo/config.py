@@ -336,7 +336,10 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _combination_fits(self) -> RunConfig:
-        if self.method.spec.baseline in ("leave_one_out", "token_optimal", "opob") and self.sampling.num_generations < 2:
+        if (
+            self.method.spec.baseline in ("leave_one_out", "token_optimal", "opob")
+            and self.sampling.num_generations < 2
+        ):
             raise ValueError(f"method.baseline={self.method.spec.baseline} needs sampling.num_generations of 2 or more")
         if self.warm_start.steps and self.model.init is None:
             raise ValueError("warm_start.steps needs model.init: a pre-trained model (model.path) is trained as it is")

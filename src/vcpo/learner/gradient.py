@@ -35,7 +35,7 @@ _Weigh = Callable[[list[int], Weighing], Tensor]
 
 _IS_NAN = "the log-ratio of {} is NaN"
 _NOT_FINITE = "the gradient of {} is not finite"
-_WAITING_ELEMENTS = 2**24  # of gradients that lack a baseline, beyond which a pass has the fewest groups possible
+WAITING_ELEMENTS = 2**24  # of gradients that lack a baseline, beyond which a pass has the fewest groups possible
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class GradientAssembly:
                 [lengths[i] for i in share],
                 1 if one_by_one else self._max_tokens,
                 None if sets is None else [sets[i] for i in share],
-                max(1, _WAITING_ELEMENTS // size),
+                max(1, WAITING_ELEMENTS // size),
             )
             cuts.append([[members[share[i]] for i in run] for run in runs])
         most = max(len(cut) for cut in cuts)

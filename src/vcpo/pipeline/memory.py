@@ -12,13 +12,13 @@ from __future__ import annotations
 import torch
 
 from vcpo.config import ModelSection, RunConfig
-from vcpo.learner.gradient import _WAITING_ELEMENTS
+from vcpo.learner.gradient import WAITING_ELEMENTS
 from vcpo.learner.head import CHUNK_ELEMENTS
 from vcpo.learner.packing import default_microbatch
 from vcpo.models.sizes import ModelSizes
 from vcpo.report.plan import MemoryLine, RoleMemory
-from vcpo.sampler.kv_cache import _BLOCK
-from vcpo.sampler.torch_engine import _PREFILL_TOKENS
+from vcpo.sampler.kv_cache import GROWTH
+from vcpo.sampler.torch_engine import PREFILL_TOKENS
 
 _PASS, _UPDATE, _EVALUATION, _SAMPLING = "pass", "update", "evaluation", "sampling"
 _Phases = tuple[str, ...]
@@ -128,7 +128,7 @@ def activation_bytes(sizes: ModelSizes, a: int) -> int:
 def cache_bytes(config: RunConfig, sizes: ModelSizes, slots: int) -> int:
     """Keys and values of every slot, up to the longest sequence that can be decoded, in whole blocks of positions."""
     longest = min(longest_trajectory(config), sizes.positions or longest_trajectory(config))
-    positions = -(-(longest - 1) // _BLOCK) * _BLOCK  # the last token drawn is never read
+    positions = -(-(longest - 1) // GROWTH) * GROWTH  # the last token drawn is never read
     return 2 * number_bytes(config.model) * sizes.layers * slots * positions * sizes.key_width
 
 
@@ -162,7 +162,7 @@ def _learner(config: RunConfig, sizes: ModelSizes, phases: _Phases) -> list[Memo
 
 def _waiting_for_baselines(config: RunConfig, sizes: ModelSizes) -> MemoryLine:
     """What waits for the baselines: per layer either sums of gradients or rows, whichever is quicker there."""
-    groups = min(config.training.prompts_per_step, max(1, _WAITING_ELEMENTS // sizes.parameters))
+    groups = min(config.training.prompts_per_step, max(1, WAITING_ELEMENTS // sizes.parameters))
     sums = 4 * sizes.parameters * groups
     rows = _pass_tokens(config, sizes) * sizes.layers * _output_bytes(sizes, number_bytes(config.model))
     mode = "single" if config.model.gradient_checkpointing else config.training.gradient_norm_mode
@@ -208,7 +208,7 @@ def _decoding(config: RunConfig, sizes: ModelSizes, slots: int, held: _Phases, w
     a, sampling = number_bytes(config.model), config.sampling
     truncates = working == _EVALUATION and (config.eval.top_p < 1 or config.eval.top_k > 0)
     draw = slots * sizes.vocabulary * (a + 16 + (40 if truncates else 0))
-    prompts = min(max(_PREFILL_TOKENS, sampling.max_prompt_length), slots * sampling.max_prompt_length)
+    prompts = min(max(PREFILL_TOKENS, sampling.max_prompt_length), slots * sampling.max_prompt_length)
     wide = 3 * sizes.hidden + sizes.query_width + 2 * sizes.key_width + 3 * sizes.intermediate
     if draw >= a * prompts * wide:
         words = f"(a + {56 if truncates else 16}) V x {slots} slots: drawing a token each"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-_BLOCK = 64  # positions by which the cache grows
+GROWTH = 64  # positions by which the cache grows
 
 
 class SlotCache:
@@ -133,7 +133,7 @@ class SlotCache:
     def _grow(self, length: int) -> None:
         if length <= self._capacity:
             return
-        added = -(-length // _BLOCK) * _BLOCK - self._capacity
+        added = -(-length // GROWTH) * GROWTH - self._capacity
         self._capacity += added
         for tensors in (self._keys, self._values):
             for layer, tensor in tensors.items():

@@ -25,7 +25,7 @@ from vcpo.sampler.kv_cache import SlotCache
 from vcpo.sampler.slots import SlotTable
 from vcpo.sampler.stopping import StopStrings
 
-_PREFILL_TOKENS = 8192  # padded tokens in one forward pass over prompts; one longer prompt still passes alone
+PREFILL_TOKENS = 8192  # padded tokens in one forward pass over prompts; one longer prompt still passes alone
 
 
 class TorchEngine:
@@ -138,7 +138,7 @@ class TorchEngine:
                 distinct[key] = sequence
         batch: list[bytes] = []
         for key in sorted(distinct, key=lambda k: len(distinct[k])):
-            if batch and (len(batch) + 1) * len(distinct[key]) > _PREFILL_TOKENS:
+            if batch and (len(batch) + 1) * len(distinct[key]) > PREFILL_TOKENS:
                 self._prefill_batch([distinct[k] for k in batch], [rows_of[k] for k in batch])
                 batch = []
             batch.append(key)
