@@ -10,8 +10,8 @@ from vcpo.reproduce.evidence import RunEvidence
 _HEALTHY = RunEvidence(
     variant="vcpo", seed=1, steps=100, lag=16, first_accuracy=0.15, late_accuracy=0.5, final_accuracy=0.5,
     best_accuracy=0.55, collapsed=False, collapse_step=None, ess_low=0.2, ess_median=0.5, ess_fall_steps=None,
-    final_ess=0.5, kl_rise=0.5, grad_spike=2.0, grad_end=1.0, weight_share=4.0, masked=0.0, step_scale=0.7,
-    skipped_steps=0, train_time=0.1, seconds=20.0,
+    final_ess=0.5, kl_rise=0.5, grad_spike=2.0, grad_end=1.0, weight_share=4.0, truncated=0.02, masked=0.0,
+    step_scale=0.7, skipped_steps=0, train_time=0.1, seconds=20.0,
 )  # fmt: skip
 
 

@@ -89,9 +89,9 @@ def test_files_hold_enough_to_judge_again(tmp_path: Path) -> None:
     content = json.loads((tmp_path / "a.json").read_text())
     assert [claim["verdict"] for claim in content["claims"]] == ["reproduced", "not testable here"]
     assert (tmp_path / "a.md").read_text() == (
-        "| variant | seeds | late acc. | best acc. | collapsed | ESS (median) | step factor | masked |\n"
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n"
-        "| `vcpo` | 1-3 | 60.0% ± 10.0 | 55.0% | 0/3 | 0.500 | 0.700 | 0.0% |\n"
+        "| variant | seeds | late acc. | best acc. | collapsed | ESS (median) | step factor | truncated | masked |\n"
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n"
+        "| `vcpo` | 1-3 | 60.0% ± 10.0 | 55.0% | 0/3 | 0.500 | 0.700 | 2.0% | 0.0% |\n"
     )
     assert (
         "| it is fast (ours) | needs the paper's scale | needs GPUs; no full-scale recipe yet |"

@@ -31,7 +31,8 @@ _THREE = (1, 2, 3)
 
 _ACCURACY, _ESS, _KL, _GRADIENT = PANELS
 _SCALE = Panel("Step size factor", ("step_scale",), share=True)
-_MASKED = Panel("Share of ratios truncated or masked", ("truncated_share",))
+_TRUNCATED = Panel("Share of ratios truncated or masked", ("truncated_share",))
+_MASKED = Panel("Share of tokens masked", ("masked_share",))
 
 _SYNC: dict[str, Any] = {"method": "tis", "runtime.max_staleness": 0}
 _TIS: dict[str, Any] = {"method": "tis"}
@@ -253,7 +254,7 @@ FIGURES: tuple[Figure, ...] = (
         ),
         variants={"vcpo": _VCPO, **_CORRECTIONS},
         seeds=_THREE,
-        panels=(_ACCURACY, _ESS, _MASKED, _GRADIENT),
+        panels=(_ACCURACY, _ESS, _TRUNCATED, _GRADIENT),
     ),
     Figure(
         "fig12",
@@ -262,7 +263,7 @@ FIGURES: tuple[Figure, ...] = (
         (
             Claim("collapse", "M2PO collapses", collapses("m2po")),
             Claim("mask", "it masks few tokens",
-                  shows("m2po", "fewer than 1% of the ratios are masked", lambda r: (r.masked or 0.0) < 0.01,
+                  shows("m2po", "fewer than 1% of the tokens are masked", lambda r: (r.masked or 0.0) < 0.01,
                         lambda r: 100 * (r.masked or 0.0), "%", of_collapsed=False)),
             Claim("better", "VCPO is more accurate", better_than("vcpo", "m2po")),
         ),

@@ -34,9 +34,9 @@ class RunEvidence:
     the fewest steps in which the effective sample size fell from 0.5 or more to below 0.1. kl_rise: decades by which KL
     rose above its level before. grad_spike: the largest gradient norm, up to the collapse, as a multiple of its level
     before. grad_end: the median of the last ten as a multiple of the same. weight_share: mean of the largest
-    trajectory's share of all importance weight, as a multiple of the even share 1/B. masked: mean share of ratios that
-    the method truncates or masks. step_scale: mean factor on the learning rate. train_time: median seconds of an
-    update. seconds: wall time of the run.
+    trajectory's share of all importance weight, as a multiple of the even share 1/B. truncated: mean share of ratios
+    that get a smaller weight than they are. masked: of tokens that get none. step_scale: mean factor on the learning
+    rate. train_time: median seconds of an update. seconds: wall time of the run.
     """
 
     variant: str
@@ -57,6 +57,7 @@ class RunEvidence:
     grad_spike: float | None
     grad_end: float | None
     weight_share: float | None
+    truncated: float | None
     masked: float | None
     step_scale: float | None
     skipped_steps: int
@@ -101,7 +102,8 @@ def measure(variant: str, seed: int, run: RunData) -> RunEvidence:
         grad_spike=_ratio(max(finite_values(lagged, "grad_norm"), default=None), _median(before, "grad_norm")),
         grad_end=_ratio(_median(last, "grad_norm"), _median(before, "grad_norm")),
         weight_share=group * statistics.fmean(shares) if shares else None,
-        masked=_mean(finite_values(lagged, "truncated_share")),
+        truncated=_mean(finite_values(lagged, "truncated_share")),
+        masked=_mean(finite_values(lagged, "masked_share")),
         step_scale=_mean(finite_values(lagged, "step_scale")),
         skipped_steps=run.summary.skipped,
         train_time=_median(run.train, "time_train"),

@@ -73,7 +73,17 @@ def read_results(path: Path) -> dict[str, list[RunEvidence]]:
 
 def results_table(results: Results) -> str:
     """One row per variant: seeds, late accuracy with its spread over seeds, collapses, and what goes with them."""
-    head = ("variant", "seeds", "late acc.", "best acc.", "collapsed", "ESS (median)", "step factor", "masked")
+    head = (
+        "variant",
+        "seeds",
+        "late acc.",
+        "best acc.",
+        "collapsed",
+        "ESS (median)",
+        "step factor",
+        "truncated",
+        "masked",
+    )
     rows = [head, ("---", *("---:" for _ in head[1:]))]
     for variant, runs in results.items():
         if not runs:
@@ -88,6 +98,7 @@ def results_table(results: Results) -> str:
             f"{sum(run.collapsed for run in runs)}/{len(runs)}",
             fixed(_mean([run.ess_median for run in runs])),
             fixed(_mean([run.step_scale for run in runs])),
+            percent(_mean([run.truncated for run in runs])),
             percent(_mean([run.masked for run in runs])),
         ))  # fmt: skip
     return _markdown(rows)
