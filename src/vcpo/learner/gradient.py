@@ -34,6 +34,8 @@ _Weigh = Callable[[list[int], Weighing], Tensor]
 """(members, their weights) to what multiplies log pi of their tokens in the objective of a pass."""
 
 _IS_NAN = "the log-ratio of {} is NaN"
+_UNBOUNDED_WEIGHT = "the importance weight of {} is not finite (method.weight does not bound it)"
+_UNBOUNDED_PENALTY = "the penalty of {} is not finite (its log-ratio is infinite, which method.penalty does not bound)"
 _NOT_FINITE = "the gradient of {} is not finite"
 WAITING_ELEMENTS = 2**24  # of gradients that lack a baseline, beyond which a pass has the fewest groups possible
 
@@ -227,12 +229,12 @@ class GradientAssembly:
         if self.problem is None:
             is_nan_B = self.measured.log_ratios_B[members].isnan()
             self.problem = self._unusable(members, _IS_NAN, scored_B & is_nan_B)
+        active_B = self._minibatch.active_B[members]
         if self.problem is None:
-            is_usable_B = weighing.weights_B.isfinite()
-            if weighing.penalty_N is not None:
-                is_usable_B &= sum_by_trajectory(weighing.penalty_N, self._minibatch.trained_B[members]).isfinite()
-            sentence = "the importance weight of {} is not finite (method.weight does not bound it)"
-            self.problem = self._unusable(members, sentence, scored_B & ~is_usable_B)
+            self.problem = self._unusable(members, _UNBOUNDED_WEIGHT, active_B & ~weighing.weights_B.isfinite())
+        if self.problem is None and weighing.penalty_N is not None:
+            penalties_B = sum_by_trajectory(weighing.penalty_N, self._minibatch.trained_B[members])
+            self.problem = self._unusable(members, _UNBOUNDED_PENALTY, active_B & ~penalties_B.isfinite())
         return weighing
 
     def _measure_entropies(self, members: list[int], batch: PackedBatch, head: HeadResult) -> None:
