@@ -22,11 +22,12 @@ class LimitAlignment(GradientControl):
 
     Below ``low`` nothing is done; from ``high`` on the step is skipped; between them the parallel part is scaled by
     low / cosine. The source does not publish thresholds: take them from the quantiles of ``gradient_cosine`` in a
-    synchronous run on the same setup.
+    synchronous run on the same setup. The defaults are the 95% quantile and about the largest of five synchronous runs
+    of ``recipes/reproduce/sort.yaml``.
     """
 
-    low: float = 0.3
-    high: float = 0.9
+    low: float = 0.55
+    high: float = 0.8
 
     def __post_init__(self) -> None:
         if not 0 < self.low <= self.high <= 1:
