@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from vcpo.observe.metrics import read_metrics
+from vcpo.reproduce.command import ALL
 
 TABLE = re.compile(r"<!-- table: (?P<path>\S+) -->\n(?P<table>(?:\|.*\n)+)")
 METRICS = re.compile(r"<!-- metrics: (?P<path>\S+) -->\n(?P<table>(?:\|.*\n)+)")
@@ -58,6 +59,12 @@ def test_step_tables_are_those_of_the_metrics(document: Path) -> None:
 def test_links_lead_somewhere(document: Path) -> None:
     for match in LINK.finditer(document.read_text(encoding="utf-8")):
         assert (document.parent / match["path"]).exists(), match["path"]
+
+
+def test_the_reproduction_page_shows_the_verdicts_of_every_figure() -> None:
+    page = Path("docs/reproduction.md").read_text(encoding="utf-8")
+    for figure in ALL:
+        assert f"<!-- table: results/reproduction/{figure.name}-claims.md -->" in page
 
 
 def test_the_whole_method_fits_in_one_readable_file() -> None:

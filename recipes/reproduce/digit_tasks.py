@@ -1,4 +1,4 @@
-"""Two more tasks on digits, for which a policy can collapse: reversal and addition. Named in recipes by this file."""
+"""One more task on digits. Recipes name it by this file."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from vcpo.tasks.options import TaskOptions, options_or_user_error
 from vcpo.tasks.streams import eval_draw, train_draw
 
 
-class DigitOptions(TaskOptions):
-    """Options of both tasks."""
+class DistinctOptions(TaskOptions):
+    """Options of the task."""
 
-    digits: PositiveInt = Field(24, description="how many digits a number has")
+    digits: PositiveInt = Field(16, description="how many digits a prompt has")
 
 
-class _DigitTask:
-    """Reward 1 for exactly the answer, else 0."""
+class DistinctTask:
+    """``31421=`` is answered by ``1234``: the digits that occur, in ascending order. Reward 1 for exactly that, else 0."""
 
-    Options = DigitOptions
+    Options = DistinctOptions
 
     def __init__(self, **options: Any) -> None:
-        self.options = options_or_user_error(DigitOptions, options)
+        self.options = options_or_user_error(DistinctOptions, options)
 
     def train_problem(self, position: int, seed: int) -> Problem:
         """A new random problem for every (seed, position)."""
@@ -44,31 +44,9 @@ class _DigitTask:
         """The answer."""
         return str(problem.columns["answer"])
 
-    def _draw(self, rng: random.Random) -> tuple[str, tuple[str, str]]:
-        raise NotImplementedError
+    def _draw(self, rng: random.Random) -> tuple[str, str]:
+        digits = "".join(rng.choices("0123456789", k=self.options.digits))
+        return digits, digits
 
-    def _problem(self, name: str, drawn: tuple[str, str]) -> Problem:
-        prompt, answer = drawn
-        return Problem(name, prompt, {"answer": answer})
-
-    def _number(self, rng: random.Random) -> str:
-        return "".join(rng.choices("0123456789", k=self.options.digits))
-
-
-class ReversalTask(_DigitTask):
-    """``3142=`` is answered by ``2413``."""
-
-    def _draw(self, rng: random.Random) -> tuple[str, tuple[str, str]]:
-        digits = self._number(rng)
-        return digits, (f"{digits}=", digits[::-1])
-
-
-class AdditionTask(_DigitTask):
-    """``5721=`` is answered by ``240``: 25 + 17 = 042 with last digits first, the operands' digits in turn."""
-
-    def _draw(self, rng: random.Random) -> tuple[str, tuple[str, str]]:
-        one, other = self._number(rng), self._number(rng)
-        total = str(int(one[::-1]) + int(other[::-1])).zfill(self.options.digits + 1)[::-1]
-        # the two operands take turns, so that what belongs together stands together
-        pairs = "".join(a + b for a, b in zip(one, other, strict=True))
-        return pairs, (f"{pairs}=", total)
+    def _problem(self, name: str, digits: str) -> Problem:
+        return Problem(name, f"{digits}=", {"answer": "".join(sorted(set(digits)))})

@@ -27,6 +27,5 @@ def _regime(name: str, title: str, difference: str, recipe: str) -> Figure:
 REGIMES: tuple[Figure, ...] = (
     _regime("long", "Longer responses", "with twice as many tokens per response", "sort-long.yaml"),
     _regime("wide", "A model of a million parameters", "with a wider and deeper model", "sort-wide.yaml"),
-    _regime("addition", "Another task: addition", "on sums of two numbers", "addition.yaml"),
-    _regime("reversal", "Another task: reversal", "on writing digits backwards", "reversal.yaml"),
+    _regime("distinct", "Another task: distinct digits", "on naming the digits that occur", "distinct.yaml"),
 )
