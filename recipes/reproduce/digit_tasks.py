@@ -20,7 +20,7 @@ class DistinctOptions(TaskOptions):
 
 
 class DistinctTask:
-    """``31421=`` is answered by ``1234``: the digits that occur, in ascending order. Reward 1 for exactly that, else 0."""
+    """``31421=`` is answered by ``1234``: the digits that occur, in ascending order. Reward 1 for exactly that."""
 
     Options = DistinctOptions
 
