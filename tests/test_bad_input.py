@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import resource
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -190,8 +191,9 @@ def largest_file(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-# bytes between the sizes of config.yaml, of the weights and of the learner's state
-WEIGHTS_FAIL, STATE_FAILS = 8_000, 24_000
+# bytes between the sizes of the ledger, of the weights of a model that is this large, and of the learner's state
+WEIGHTS_FAIL, STATE_FAILS = 80_000, 150_000
+LARGER = "model.init.hidden_size=64"
 
 
 @pytest.mark.parametrize("limit", [WEIGHTS_FAIL, STATE_FAILS])
@@ -202,7 +204,7 @@ def test_a_first_checkpoint_that_does_not_fit_leaves_nothing_and_says_so(tmp_pat
         ),
         largest_file(limit),
     ):
-        run_with(tmp_path, "checkpoint.save_steps=1")
+        run_with(tmp_path, "checkpoint.save_steps=1", LARGER)
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
     assert RunDirectory(tmp_path / "run").sessions()[-1]["outcome"] == "failed"
 
@@ -212,7 +214,7 @@ def test_a_first_checkpoint_that_does_not_fit_leaves_nothing_and_says_so(tmp_pat
     [
         (1_000, r"output_dir '.*run' cannot be written"),
         (2_000, r"the record of this run in '.*run' could not be written .*free space and start again"),
-        (6_000, r"metrics in '.*run' could not be written .*continue with --resume from the last checkpoint"),
+        (6_000, r"the ledger in '.*run' could not be written .*continue with --resume from the last checkpoint"),
     ],
 )
 def test_whatever_else_does_not_fit_is_named(
@@ -221,6 +223,17 @@ def test_whatever_else_does_not_fit_is_named(
     monkeypatch.setattr(sys, "argv", ["vcpo", "train", "long" * 600])  # longer on disk than the configuration
     with pytest.raises(UserError, match=sentence), largest_file(limit):
         run_with(tmp_path, "training.max_steps=9")
+
+
+def test_metrics_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path / "run", "training.max_steps=1")
+    run = train(config, make_report=False)
+    shutil.rmtree(run / "checkpoints")  # so that the resumed run begins with new metrics
+    (run / "metrics.jsonl").unlink()
+    (run / "metrics.jsonl").symlink_to("/dev/full")
+    sentence = r"metrics in '.*run' could not be written .*continue with --resume from the last checkpoint"
+    with pytest.raises(UserError, match=sentence):
+        train(config, mode="resume", make_report=False)
 
 
 def test_a_report_that_does_not_fit_leaves_a_finished_run(tmp_path: Path) -> None:
@@ -238,8 +251,9 @@ def test_a_report_that_does_not_fit_leaves_a_finished_run(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_a_full_disk_ends_the_command_with_the_last_intact_checkpoint(tmp_path: Path) -> None:
-    recipe = tiny_recipe(tmp_path / "tiny.yaml", "training.max_steps=2", "checkpoint.save_steps=1")
-    run = train(tiny_config(tmp_path / "run", "training.max_steps=2", "checkpoint.save_steps=1"), make_report=False)
+    changes = ("checkpoint.save_steps=1", LARGER)
+    recipe = tiny_recipe(tmp_path / "tiny.yaml", "training.max_steps=2", *changes)
+    run = train(tiny_config(tmp_path / "run", "training.max_steps=2", *changes), make_report=False)
     code = (
         "import resource, sys; from vcpo.cli import app;"
         f" resource.setrlimit(resource.RLIMIT_FSIZE, ({STATE_FAILS}, resource.RLIM_INFINITY)); app()"
@@ -258,7 +272,7 @@ def test_a_full_disk_ends_the_command_with_the_last_intact_checkpoint(tmp_path: 
     assert find_damage(intact) is None
 
     # and with space again, the run goes on from there
-    train(tiny_config(run, "training.max_steps=4", "checkpoint.save_steps=1"), mode="resume", make_report=False)
+    train(tiny_config(run, "training.max_steps=4", *changes), mode="resume", make_report=False)
     assert train_steps(run) == [1, 2, 3, 4]
     assert [find_damage(path) for path in list_checkpoints(run / "checkpoints")] == [None, None]
 

@@ -159,8 +159,8 @@ def test_a_slow_prompt_is_dropped_where_others_do_not_wait_for_it_and_trained_wh
 def test_a_group_is_as_old_as_its_oldest_response() -> None:
     pool = GroupPool(make_policy(pacing_of("drop_stale"), 1, lambda groups: []), 1, 10)
     mixed, fresh = finished_group(0, [4, 5], [2, 5]), finished_group(1, [3], [4])
-    assert pool.drops(5, 2, [mixed, fresh]) == [0]
-    assert pool.drops(5, 1, [fresh]) == [1]
+    assert pool.drops(5, 2, [mixed, fresh]) == {0: "stale"}
+    assert pool.drops(5, 1, [fresh]) == {1: "stale"}
     assert pool.metrics()["dropped_groups/stale"] == 2
 
 
@@ -168,7 +168,7 @@ def test_a_lowered_limit_stops_starts_but_drops_nothing_where_pacing_is_bounded(
     pool = GroupPool(make_policy(pacing_of("bounded"), 2, lambda groups: []), 2, 10)
     assert pool.started_limit(version=3, limit=4) == 16
     assert pool.started_limit(version=4, limit=1) == 12  # fewer than have started: none starts
-    assert pool.drops(4, 0, [finished_group(8, [0]), finished_group(9, [0])]) == []
+    assert pool.drops(4, 0, [finished_group(8, [0]), finished_group(9, [0])]) == {}
     assert pool.choose(4, [finished_group(9, [0]), finished_group(8, [0])]) == [8, 9]
 
 

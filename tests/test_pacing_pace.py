@@ -121,11 +121,11 @@ def test_groups_over_the_age_cap_are_dropped_before_the_occupancy_is_counted() -
     pool = GroupPool(make_policy(section, 2, nothing_forgotten), 2, 10)
     waiting = groups_finished_at(0, 3, 1, 4, 5)
     # at version 5 with limit 3: groups 0 and 2 are stale; 3 are left, one over the target, and group 1 is the stalest
-    assert pool.drops(5, 3, waiting) == [0, 2, 1]
+    assert list(pool.drops(5, 3, waiting)) == [0, 2, 1]
     assert pool.dropped == {"stale": 2, "rejected": 1}
     assert pool.metrics()["reject_rate"] == 1.0
     # rejections come once per step, the cap whenever something has finished
-    assert pool.drops(5, 3, [*groups_finished_at(5, 5, 5, 5, 5), finished_group(9, [1])]) == [9]
+    assert pool.drops(5, 3, [*groups_finished_at(5, 5, 5, 5, 5), finished_group(9, [1])]) == {9: "stale"}
     assert pool.dropped == {"stale": 3, "rejected": 1}
 
 
@@ -137,5 +137,5 @@ def test_the_rate_continues_in_a_resumed_run() -> None:
     assert other.metrics()["reject_rate"] == 4.0
     assert other.dropped == {"stale": 0, "rejected": 4}
     # no excess: both decay to 2
-    assert one.drops(1, 5, []) == other.drops(1, 5, []) == []
+    assert one.drops(1, 5, []) == other.drops(1, 5, []) == {}
     assert other.metrics()["reject_rate"] == 2.0

@@ -14,7 +14,7 @@ import yaml
 from rich.console import Console
 
 from vcpo.config import RunConfig, load_config, parse_config, parse_override, set_dotted
-from vcpo.errors import UserError
+from vcpo.errors import UserError, suggest
 
 app = typer.Typer(
     help="Stable asynchronous reinforcement learning for language models.",
@@ -196,6 +196,29 @@ def report(
     except OSError as error:
         raise UserError(f"the report {str(path)!r} cannot be written: {error}") from None
     Console().print(f"report: {path}", markup=False)
+
+
+@app.command("ledger")
+@_answers_mistakes
+def show_ledger(
+    run: Annotated[Path, typer.Argument(help="A run directory, finished or running.")],
+    state: Annotated[str, typer.Option(help="Only list the groups in this state, like failed or 'in flight'.")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+) -> None:
+    """Account for every planned trajectory: trained, filtered, failed or in flight, and why."""
+    from vcpo.observe.ledger import FATES, State, read_ledger
+    from vcpo.pipeline.run_directory import RunDirectory
+    from vcpo.report.ledger import print_ledger
+
+    allowed = {*FATES, *(each.value for each in State)} - {State.TRAINED.value}
+    if state and state not in allowed:
+        raise UserError(f"--state {state!r} is no state of trajectories that are not trained{suggest(state, allowed)}")
+    directory, _ = RunDirectory.of_finished_or_running(run)
+    summary = read_ledger(directory.ledger)
+    if as_json:
+        print(json.dumps(summary.only(state or None).to_plain(), indent=2))
+    else:
+        print_ledger(summary, Console(), state or None)
 
 
 @app.command("reproduce")

@@ -65,6 +65,7 @@ class LocalRollouts:
         self._changed = threading.Condition()
         self._started: dict[int, StartedGroup] = {}
         self._arrived: dict[int, list[Trajectory]] = {}
+        self._sampler_of: dict[int, int] = {}
         self._ready: dict[int, Group] = {}  # in the order of finishing
         self._graded = 0
         self._scorer: PrefixForgetting | None = None
@@ -127,7 +128,7 @@ class LocalRollouts:
             with self._changed:
                 self._started[group.id] = group
                 self._arrived[group.id] = []
-                target = self._load.index(min(self._load))
+                target = self._sampler_of[group.id] = self._load.index(min(self._load))
                 self._load[target] += self._config.sampling.num_generations
             requests = group.requests(self._config.sampling.num_generations, self._config.seed)
             with contextlib.suppress(OSError):  # a dead sampler is reported by the collector
@@ -140,6 +141,7 @@ class LocalRollouts:
             seen, waiting = self._await_graded(seen)
             dropped = self._pool.drops(step, self._control.limit, waiting)
             self._take(dropped)
+            self._starter.fates.dropped(step + 1, dropped)
             if dropped:
                 self._start(step)  # in place of the dropped ones; not under the lock that the collector needs
             chosen = self._pool.choose(step, [group for group in waiting if group.id not in dropped])
@@ -215,8 +217,28 @@ class LocalRollouts:
                     _thread.interrupt_main()
 
     def _receive(self, index: int) -> None:
+        fates = self._starter.fates
+        with fates.failing("sampling", lambda: self._held_by(index)):
+            message = self._message(index)
+        with self._changed:
+            self._load[index] -= len(message)
+        for trajectory in message:
+            arrived = self._arrived[trajectory.group_id]
+            arrived.append(trajectory)
+            if len(arrived) == self._config.sampling.num_generations:
+                with fates.failing("grading", [trajectory.group_id]):
+                    group = self._grader.grade(self._started[trajectory.group_id], arrived)
+                fates.graded(group)
+                with self._changed:
+                    del self._started[group.id], self._arrived[group.id], self._sampler_of[group.id]
+                    self._ready[group.id] = group
+                    self._graded += 1
+                    self._changed.notify_all()
+
+    def _message(self, index: int) -> list[Trajectory]:
+        """What a sampler has sent. Raises what has gone wrong there."""
         try:
-            message = self._pipes[index].recv()
+            message: Failure | list[Trajectory] = self._pipes[index].recv()
         except (EOFError, OSError):  # OSError: killed in the middle of a message
             process = self._processes[index]
             process.join(5)
@@ -231,18 +253,12 @@ class LocalRollouts:
                 f"{message.process}: {message.kind}: {message.message}\n"
                 f"--- traceback of the sampler process ---\n{message.traceback}"
             )
+        return message
+
+    def _held_by(self, index: int) -> list[int]:
+        """The groups that are lost with a sampler; none when the run itself is ending it."""
         with self._changed:
-            self._load[index] -= len(message)
-        for trajectory in message:
-            arrived = self._arrived[trajectory.group_id]
-            arrived.append(trajectory)
-            if len(arrived) == self._config.sampling.num_generations:
-                group = self._grader.grade(self._started[trajectory.group_id], arrived)
-                with self._changed:
-                    del self._started[group.id], self._arrived[group.id]
-                    self._ready[group.id] = group
-                    self._graded += 1
-                    self._changed.notify_all()
+            return [] if self._closing else [number for number, its in self._sampler_of.items() if its == index]
 
 
 @contextlib.contextmanager

@@ -62,8 +62,21 @@ class LockstepRollouts:
 
     def minibatch(self, step: int) -> list[Group]:
         """Sample and grade the groups of ``step`` at the schedule's lag."""
+        fates = self._starter.fates
         started = self._starter.start(self._pacer.started_limit(step, self._config.training.max_steps))
         self._starter.finish(group.id for group in started)
+        with fates.failing("sampling", [group.id for group in started]):
+            members = self._sample_all(step, started)
+        groups = []
+        for group in started:
+            with fates.failing("grading", [group.id]):
+                graded = self._grader.grade(group, members[group.id])
+            fates.graded(graded)
+            groups.append(graded)
+        return groups
+
+    def _sample_all(self, step: int, started: list[StartedGroup]) -> dict[int, list[Trajectory]]:
+        """The responses of every group, at the schedule's lag."""
         oldest = max(0, step - self._control.limit)
         if self._runtime.lag == "mixed":
             trajectories = []
@@ -77,7 +90,7 @@ class LockstepRollouts:
         members: dict[int, list[Trajectory]] = {group.id: [] for group in started}
         for trajectory in trajectories:
             members[trajectory.group_id].append(trajectory)
-        return [self._grader.grade(group, members[group.id]) for group in started]
+        return members
 
     def publish(self, version: int) -> None:
         """Keep a copy of the learner's weights."""

@@ -195,15 +195,15 @@ class GroupPool:
         pacer = Pacer(self._policy.ahead(limit), self._groups_per_step)
         return pacer.started_limit(version, self._last_step, sum(self.dropped.values()))
 
-    def drops(self, step: int, limit: int, waiting: Sequence[Group]) -> list[int]:
-        """The numbers of the waiting groups to drop now, which are counted with this call."""
+    def drops(self, step: int, limit: int, waiting: Sequence[Group]) -> dict[int, str]:
+        """The waiting groups to drop now, by number, with the reason for each. They are counted with this call."""
         first_look = step > self._looked_at
         if first_look:
             self._looked_at, self._waiting = step, len(waiting)
         drops = self._policy.drops(step, limit, waiting, first_look)
         for reason in drops.values():
             self.dropped[reason] += 1
-        return list(drops)
+        return drops
 
     def choose(self, step: int, waiting: Sequence[Group]) -> list[int] | None:
         """The groups that the step trains on, by number, or ``None`` while they are not all there."""

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from vcpo.config import RunConfig
 from vcpo.errors import UserError
+from vcpo.pipeline.fates import Fates
 from vcpo.records import GenerationRequest, Group, Problem, Trajectory
 from vcpo.tasks.prompts import PromptSource
 from vcpo.tasks.protocol import Task
@@ -106,9 +107,10 @@ class GroupStarter:
     its number, and a resumed run passes over its prompt.
     """
 
-    def __init__(self, prompts: PromptSource, begin: DataProgress | None = None) -> None:
-        """prompts: continues at the position of ``begin``."""
+    def __init__(self, prompts: PromptSource, begin: DataProgress | None = None, fates: Fates | None = None) -> None:
+        """prompts: continues at the position of ``begin``. fates: told what is started; runtimes tell it the rest."""
         begin = begin or DataProgress()
+        self.fates = fates or Fates()
         self._prompts = prompts
         self._next_id = begin.next_group
         self._progress = begin
@@ -121,6 +123,7 @@ class GroupStarter:
         while self._next_id < limit:
             problem, prompt_ids, next_position = self._prompts.next()
             if self._next_id not in self._done:
+                self.fates.started(self._next_id, problem.id)
                 started.append(StartedGroup(self._next_id, problem, prompt_ids, next_position))
             counts = {
                 "prompts_skipped": float(self._prompts.skipped),
@@ -139,6 +142,11 @@ class GroupStarter:
             position, counts = self._after.pop(next_group)
             next_group += 1
         self._progress = DataProgress(next_group, position, sorted(self._done), counts)
+
+    @property
+    def next_number(self) -> int:
+        """Groups with numbers below this have been started, or are done with."""
+        return self._next_id
 
     @property
     def progress(self) -> DataProgress:

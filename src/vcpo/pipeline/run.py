@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sqlite3
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from vcpo.config import ModelSection, RunConfig
+from vcpo.errors import UserError
 from vcpo.learner.learner import Learner
 from vcpo.models.loading import end_token_ids, load_model
 from vcpo.observe.logger import Kind, Logger
@@ -32,6 +34,7 @@ from vcpo.pipeline.checkpoint import (
 )
 from vcpo.pipeline.evaluate import Evaluator
 from vcpo.pipeline.interrupt import StopRequest
+from vcpo.pipeline.ledger import Ledger, LedgerMismatch
 from vcpo.pipeline.local import LocalRollouts
 from vcpo.pipeline.lockstep import LockstepRollouts
 from vcpo.pipeline.rollouts import DataProgress, Grader, GroupStarter, Rollouts, Stopped, make_task_and_grader
@@ -103,6 +106,7 @@ class _Run:
         self.stop = stop
         self.rollouts: Rollouts | None = None
         self.snapshots: SnapshotRing | None = None
+        self.ledger: Ledger | None = None
         runtime = config.runtime
         threads = runtime.threads if runtime.name == "lockstep" else runtime.learner_threads
         if threads:
@@ -152,6 +156,15 @@ class _Run:
             self.progress.note(f"the run is finished (step {learner.version}): writing its model again")
             self._write_final_model()
             return
+        data = self.data
+        with self._disk_errors_explained("the ledger"):
+            self.ledger = ledger = Ledger(
+                self.directory.ledger,
+                config.sampling.num_generations,
+                data.next_group,
+                data.done,
+                self.progress.note,
+            )
         if self.is_new and config.warm_start.steps:
             with self.progress.phase("warm start", config.warm_start.steps) as report:
                 warm_start(self.model, self.tokenizer, task, config, report, self.progress.note)
@@ -173,7 +186,7 @@ class _Run:
         )
         prompts.skipped = int(self.data.counts["prompts_skipped"])
         prompts.truncated = int(self.data.counts["prompts_truncated"])
-        starter = GroupStarter(prompts, self.data)
+        starter = GroupStarter(prompts, self.data, ledger.fates)
         if self.is_new and evaluator:
             self._evaluate(evaluator)
         self.stop.abort = lambda: self.failure is not None  # from here on there is something to save
@@ -186,7 +199,7 @@ class _Run:
             if self.stop.requested:
                 break
             try:
-                self._step(self.rollouts, starter)
+                self._step(self.rollouts, starter, ledger)
             except Stopped:
                 break
             step = learner.version
@@ -200,17 +213,27 @@ class _Run:
         if learner.version < config.training.max_steps:
             if last_saved != learner.version:
                 self._save()
+            self._check(ledger, starter)
             self.progress.note(
                 f"stopped after step {learner.version}; continue with: vcpo train"
                 f" {self.directory.path / 'config.yaml'} --resume"
             )
             raise KeyboardInterrupt
         self._write_final_model()
+        ledger.fates.not_needed(learner.version)
+        self._check(ledger, starter)
 
     def close(self) -> None:
         """End the runtime and close the logs."""
         if self.rollouts is not None:
             self.rollouts.close()
+        if self.ledger is not None:
+            try:
+                self.ledger.check_sums()
+            except (OSError, UserError, sqlite3.Error, LedgerMismatch) as error:
+                self.progress.note(f"the ledger could not be completed: {error}")  # what has been raised says more
+            with contextlib.suppress(OSError, UserError, sqlite3.Error):
+                self.ledger.close()
         for logger in self.loggers:
             with contextlib.suppress(OSError):  # a full disk has been reported by the write that met it
                 logger.close()
@@ -230,17 +253,28 @@ class _Run:
             self.config, self.model, params, starter, self.grader, stop_requested=lambda: self.stop.requested
         )
 
-    def _step(self, rollouts: Rollouts, starter: GroupStarter) -> None:
+    def _check(self, ledger: Ledger, starter: GroupStarter) -> None:
+        """Assert that every trajectory of the run is accounted for."""
+        data, trained = starter.progress, self.learner.version * self.config.training.prompts_per_step
+        with self._disk_errors_explained("the ledger"):
+            ledger.check(data.next_group, data.done, starter.next_number, trained)
+
+    def _step(self, rollouts: Rollouts, starter: GroupStarter, ledger: Ledger) -> None:
         learner = self.learner
         begin = time.perf_counter()
         groups = rollouts.minibatch(learner.version)
         sampled = time.perf_counter()
-        result = learner.step(groups)
+        numbers = [group.id for group in groups]
+        with ledger.fates.failing("the learner's step", numbers):
+            result = learner.step(groups)
+        ledger.fates.trained(learner.version, numbers, result.skipped)
         rollouts.observe(result.metrics)
         rollouts.publish(learner.version)
         end = time.perf_counter()
         self.data = starter.progress
         self.rollouts_state = rollouts.state()
+        with self._disk_errors_explained("the ledger"):
+            ledger.write()
         metrics = {
             **result.metrics,
             **self.data.counts,
@@ -248,6 +282,7 @@ class _Run:
             "time_sample": sampled - begin,  # in the local runtime: the time that the learner waited
             "time_train": end - sampled,
             "time_step": end - begin,
+            "time_ledger": ledger.seconds(),
             "tokens_per_second": result.metrics["tokens"] / (end - begin),
         }
         if result.skipped:
@@ -285,6 +320,9 @@ class _Run:
         tensors = {f"learner.{name}": tensor for name, tensor in tensors.items()}
         if self.snapshots is not None:
             tensors |= {f"snapshots.{name}": tensor for name, tensor in self.snapshots.state().items()}
+        if self.ledger is not None:
+            with self._disk_errors_explained("the ledger"):
+                self.ledger.sync()
         save_checkpoint(
             self.directory.checkpoints,
             self.learner.version,

@@ -14,6 +14,7 @@ import yaml
 from vcpo.config import RunConfig, parse_config
 from vcpo.errors import UserError
 from vcpo.observe.environment import environment
+from vcpo.observe.ledger import FILE_NAME as LEDGER_FILE
 from vcpo.observe.summary import read_sessions
 
 Mode = Literal["new", "resume", "overwrite"]
@@ -36,6 +37,7 @@ class RunDirectory:
         self.checkpoints = path / "checkpoints"
         self.final_model = path / "model"
         self.report = path / "report.html"
+        self.ledger = path / LEDGER_FILE
 
     @classmethod
     def check(cls, config: RunConfig, mode: Mode) -> RunDirectory:
