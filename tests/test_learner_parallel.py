@@ -70,7 +70,9 @@ def assert_same(one: Outcome, both: list[Outcome], rel: float) -> None:
     for other in both:
         for name, weights in one.weights.items():
             distance = np.linalg.norm(other.weights[name] - weights)
-            assert distance <= rel * np.linalg.norm(weights), name
+            # a single gradient's float32 rounding is larger than that of what averages make of it
+            allowed = 10 * rel if name.endswith("previous_gradient") else rel
+            assert distance <= allowed * np.linalg.norm(weights), name
         for expected, result in zip(one.results, other.results, strict=True):
             assert result.skipped == expected.skipped
             assert result.metrics == pytest.approx(expected.metrics, rel=rel, abs=1e-6, nan_ok=True)
@@ -133,7 +135,7 @@ def test_replicated_model_is_reduced_once_per_parameter(ranks: Ranks, method: st
     assert rounds > 1
     parameters = len(list(case.model().parameters()))
     for _, counts in counted:
-        assert counts == {"allreduce": parameters + rounds + 1}  # a table after every pass, and one at the end
+        assert counts == {"allreduce": parameters + rounds + 2}  # a table after every pass, one at the end, and the cosine
 
 
 @pytest.mark.parametrize("method", ["vcpo", "tis"])
@@ -147,8 +149,8 @@ def test_sharded_model_is_reduced_once_and_gathered_as_in_any_pass(ranks: Ranks,
             "allgather": passes * (2 * layers + 1),
             # plain gradients go through FSDP2, which reduces a unit's parameters together
             "reducescatter": parameters if method == "vcpo" else layers + 1,
-            # a table after every pass, one at the end, and the norm of the whole gradient
-            "allreduce": passes + 2,
+            # a table after every pass, one at the end, the cosine, and the norm of the whole gradient
+            "allreduce": passes + 3,
         }
 
 

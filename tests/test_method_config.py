@@ -111,7 +111,7 @@ def test_a_part_by_options_changes_only_those() -> None:
     assert spec_of({"name": "tis", "weight": {"cap": None}}).weight == Truncate(None)
     assert spec_of({"name": "icepop", "weight": {"high": 4.0}}).weight == Band(0.5, 4.0)
     assert spec_of({"name": "m2po", "mask": {"budget": 0.1}}).mask == SecondMoment(0.1)
-    assert spec_of({"name": "gac", "gradient_control": {"low": 0.2}}).gradient_control == LimitAlignment(0.2, 0.9)
+    assert spec_of({"name": "gac", "gradient_control": {"low": 0.2}}).gradient_control == LimitAlignment(0.2, 0.8)
 
 
 def test_another_part_starts_from_its_own_defaults() -> None:

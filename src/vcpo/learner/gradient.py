@@ -125,9 +125,10 @@ class GradientAssembly:
         self._parallel.after_passes()
         if self._pending and self.problem is None:
             raise RuntimeError("a baseline stayed unknown: the gradient would lack the trajectories that wait for it")
-        self.measured.token_log_ratios_K = self._parallel.sum(self.measured.token_log_ratios_K)
         totals = torch.tensor([self.packed_tokens, self.imprecise_norms], dtype=torch.float64)
-        self.packed_tokens, self.imprecise_norms = (int(total) for total in self._parallel.sum(totals))
+        totals = self._parallel.sum(torch.cat([totals, self.measured.token_log_ratios_K]))
+        self.packed_tokens, self.imprecise_norms = int(totals[0]), int(totals[1])
+        self.measured.token_log_ratios_K = totals[2:]
 
     def blame(self) -> str:
         """A sentence on a gradient that is not finite, with the name of the first trajectory whose own is not."""
