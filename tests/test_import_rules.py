@@ -23,7 +23,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "errors", "plugins", "methods.spec", "methods.weights", "methods.masks", "methods.penalties",
         "methods.gradient_control",
     },
-    "config": {"errors", "method_config", "methods.spec", "tasks.registry"},
+    "watchdog_config": {"method_config"},
+    "config": {"errors", "method_config", "methods.spec", "tasks.registry", "watchdog_config"},
     "gradnorm": {"errors", "cache"},
     "models": {"errors", "records", "config"},
     "sampler": {"errors", "records", "models"},
@@ -32,7 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "report": {"errors", "observe"},
     "doctor": {"cache", "observe"},
     "pipeline": {
-        "errors", "cache", "records", "plugins", "config", "methods", "tasks",
+        "errors", "cache", "records", "plugins", "method_config", "config", "methods", "tasks",
         "models", "sampler", "learner", "observe", "report",
     },
     "reproduce": {"errors", "config", "pipeline", "observe", "report"},
@@ -43,7 +44,19 @@ MAY_IMPORT: dict[str, set[str]] = {
 }  # fmt: skip
 
 MODULES = sorted(SOURCE.rglob("*.py"))
-TORCH_FREE = ("config", "method_config", "cli", "doctor", "tasks", "observe", "report", "records", "errors", "plugins")
+TORCH_FREE = (
+    "config",
+    "method_config",
+    "watchdog_config",
+    "cli",
+    "doctor",
+    "tasks",
+    "observe",
+    "report",
+    "records",
+    "errors",
+    "plugins",
+)
 
 
 def name_of(path: Path) -> str:

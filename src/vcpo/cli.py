@@ -14,7 +14,7 @@ import yaml
 from rich.console import Console
 
 from vcpo.config import RunConfig, load_config, parse_config, parse_override, set_dotted
-from vcpo.errors import UserError, suggest
+from vcpo.errors import StoppedByWatchdog, UserError, suggest
 
 app = typer.Typer(
     help="Stable asynchronous reinforcement learning for language models.",
@@ -33,7 +33,7 @@ Words = Annotated[
 
 
 def _answers_mistakes(command: Callable[..., None]) -> Callable[..., None]:
-    """Print a UserError as its one sentence and exit with code 2; Ctrl-C exits with 130."""
+    """Print a UserError as its one sentence and exit with code 2; the watchdog's stop exits with 3, Ctrl-C with 130."""
 
     @wraps(command)
     def wrapped(*args: Any, **kwargs: Any) -> None:
@@ -43,6 +43,9 @@ def _answers_mistakes(command: Callable[..., None]) -> Callable[..., None]:
             _err.print("error:", style="bold red", end=" ")
             _err.print(str(error), markup=False, highlight=False)
             raise typer.Exit(2) from None
+        except StoppedByWatchdog as stopped:
+            _err.print(str(stopped), markup=False, highlight=False)
+            raise typer.Exit(3) from None
         except KeyboardInterrupt:
             raise typer.Exit(130) from None
 

@@ -19,6 +19,7 @@ from vcpo.errors import UserError
 from vcpo.method_config import MethodSection
 from vcpo.methods.spec import MethodSpec
 from vcpo.tasks.registry import task_params
+from vcpo.watchdog_config import WatchdogSection
 
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -322,6 +323,7 @@ class RunConfig(Section):
     eval: EvalSection = EvalSection()
     checkpoint: CheckpointSection = CheckpointSection()
     logging: LoggingSection = LoggingSection()
+    watchdog: WatchdogSection = WatchdogSection()
     compare: CompareSection = CompareSection()
 
     @field_validator("model", mode="before")
@@ -336,11 +338,13 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _combination_fits(self) -> RunConfig:
-        if (
-            self.method.spec.baseline in ("leave_one_out", "token_optimal", "opob")
-            and self.sampling.num_generations < 2
-        ):
-            raise ValueError(f"method.baseline={self.method.spec.baseline} needs sampling.num_generations of 2 or more")
+        watchdog = self.watchdog
+        for key, method in (("method", self.method), ("watchdog.rollback.method", watchdog.rollback.method)):
+            baseline = None if method is None else method.spec.baseline
+            if baseline in ("leave_one_out", "token_optimal", "opob") and self.sampling.num_generations < 2:
+                raise ValueError(f"{key}.baseline={baseline} needs sampling.num_generations of 2 or more")
+        if watchdog.rolls_back and not self.checkpoint.save_steps:
+            raise ValueError("watchdog.action=rollback needs checkpoints to go back to: give checkpoint.save_steps")
         if self.warm_start.steps and self.model.init is None:
             raise ValueError("warm_start.steps needs model.init: a pre-trained model (model.path) is trained as it is")
         longest = self.sampling.max_prompt_length + self.sampling.max_completion_length
@@ -354,13 +358,18 @@ class RunConfig(Section):
     @property
     def method_spec(self) -> MethodSpec:
         """The method, with what it takes from the rest of the configuration."""
-        spec = self.method.spec
+        return self.spec_of(self.method)
+
+    def spec_of(self, method: MethodSection) -> MethodSpec:
+        """Any method in place of the run's."""
+        spec = method.spec
         return replace(spec, constant_length=spec.constant_length or self.sampling.max_completion_length)
 
     def to_plain(self) -> dict[str, Any]:
         """The effective configuration as plain data that loads back to an equal configuration."""
         data = self.model_dump(mode="json")
         data["method"] = self.method.to_plain()
+        data["watchdog"] = self.watchdog.to_plain()
         return data
 
 

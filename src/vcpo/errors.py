@@ -1,4 +1,4 @@
-"""The one exception type for mistakes that the user can fix, and the hint that goes with a misspelt name."""
+"""The exception types that end a command with one sentence, and the hint that goes with a misspelt name."""
 
 from __future__ import annotations
 
@@ -11,6 +11,13 @@ class UserError(Exception):
 
     The command line prints the sentence without a traceback and exits with code 2. Anything else that is
     raised is a defect of the program or of the user's own code and keeps its traceback.
+    """
+
+
+class StoppedByWatchdog(Exception):
+    """The watchdog has ended the run as it was configured to; the message says why. Its state is saved.
+
+    The command line prints the sentence without a traceback and exits with code 3.
     """
 
 

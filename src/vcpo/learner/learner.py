@@ -79,6 +79,7 @@ class Learner:
     """A model, its optimizer, and the method that turns groups of trajectories into updates.
 
     version: optimizer steps done; skipped steps count, because trajectories were consumed and weights published.
+    damping: times the learning rate of the next steps, beside everything else that scales it.
     """
 
     def __init__(
@@ -101,17 +102,13 @@ class Learner:
         self.training = training
         self.temperature = temperature
         self.version = 0
+        self.damping = 1.0
         self._parallel = parallel or DataParallel()
         self.optimizer = MasterAdamW(model, training, self._parallel)
         self._consecutive_skips = 0
         checkpointing = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
-        recorder = self._make_recorder() if spec.needs_norms else None
-        if spec.needs_norms and recorder is None and spec.opob_leave_one_out:
-            raise UserError(
-                "method.opob_leave_one_out keeps every layer's rows until all norms of a group are known, which"
-                " training.gradient_norm_fallback cannot do"
-            )
-        self._norms = NormWay(recorder, training.gradient_norm_mode, rows_may_be_kept=not checkpointing)
+        self._rows_may_be_kept = not checkpointing
+        self._norms = self.norm_way(spec)
         # dropout would make the learner's distribution another than the sampler's; layers recompute only when training
         layers: nn.Module = model
         layers.eval()
@@ -245,6 +242,7 @@ class Learner:
         if not math.isfinite(norm):
             return _Skip(assembly.blame(), is_failure=True)
         learning_rate = scale * self.spec.learning_rate_factor * scheduled_learning_rate(self.training, self.version)
+        learning_rate *= self.damping
         self.optimizer.step(learning_rate)
         metrics |= {"learning_rate": learning_rate, "step_scale": scale}
         return None
@@ -259,6 +257,30 @@ class Learner:
         self.version = numbers["version"]
         self._consecutive_skips = numbers["consecutive_skips"]
         self.optimizer.load_tensors(tensors)
+
+    def go_on_from(self, numbers: dict[str, Any], tensors: dict[str, Tensor], spec: MethodSpec) -> None:
+        """Continue from an earlier state, whose weights the model has got back, at the present version.
+
+        numbers, tensors: what ``state`` returned then. Nothing of what has been learned since stays in the optimizer.
+        spec: the method from now on. The version does not go back, so that it keeps counting the steps that consumed
+        trajectories, and no two sets of weights have the same number.
+        """
+        version = self.version
+        self.spec = spec
+        self._norms = self.norm_way(spec)
+        self.optimizer = MasterAdamW(self.model, self.training, self._parallel)
+        self.load_state(numbers, tensors)
+        self.version = version
+
+    def norm_way(self, spec: MethodSpec) -> NormWay:
+        """How the gradient norms that a method needs are taken. Raises UserError if they cannot be, see ``Learner``."""
+        recorder = self._make_recorder() if spec.needs_norms else None
+        if spec.needs_norms and recorder is None and spec.opob_leave_one_out:
+            raise UserError(
+                "method.opob_leave_one_out keeps every layer's rows until all norms of a group are known, which"
+                " training.gradient_norm_fallback cannot do"
+            )
+        return NormWay(recorder, self.training.gradient_norm_mode, rows_may_be_kept=self._rows_may_be_kept)
 
     def _make_recorder(self) -> GradientRecorder | None:
         try:

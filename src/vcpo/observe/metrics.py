@@ -46,7 +46,7 @@ class MetricsLog:
             if name in metrics:
                 raise ValueError(f"a metric must not be named {name!r}: every line has that key already")
         line: dict[str, float | str] = {"step": step, "time": round(time.time(), 3), "kind": kind}
-        line |= {name: _to_json(float(value)) for name, value in metrics.items()}
+        line |= {name: json_number(float(value)) for name, value in metrics.items()}
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()
 
@@ -108,12 +108,13 @@ def _cut(path: Path, last_step: int, note: Callable[[str], None]) -> None:
     beside = path.with_suffix(".tmp")
     with beside.open("w", encoding="utf-8") as file:
         for line in kept:
-            values = {key: _to_json(value) if isinstance(value, float) else value for key, value in line.items()}
+            values = {key: json_number(value) if isinstance(value, float) else value for key, value in line.items()}
             file.write(json.dumps(values, allow_nan=False) + "\n")
     beside.replace(path)
 
 
-def _to_json(value: float) -> float | str:
+def json_number(value: float) -> float | str:
+    """The number, or the string that stands for one that JSON does not have."""
     if math.isfinite(value):
         return value
     if math.isnan(value):

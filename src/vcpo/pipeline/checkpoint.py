@@ -37,8 +37,15 @@ class RunState:
     tensors: dict[str, Tensor]
 
 
-def save_checkpoint(directory: Path, step: int, save_model: Callable[[Path], None], state: RunState, keep: int) -> Path:
-    """Write the checkpoint of ``step`` and remove all but the newest ``keep`` up to it.
+def save_checkpoint(
+    directory: Path,
+    step: int,
+    save_model: Callable[[Path], None],
+    state: RunState,
+    keep: int,
+    spare: Path | None = None,
+) -> Path:
+    """Write the checkpoint of ``step`` and remove all but the newest ``keep`` up to it, and ``spare``.
 
     Raises UserError when the disk is full or not writable; the previous checkpoints are then untouched.
     """
@@ -73,7 +80,8 @@ def save_checkpoint(directory: Path, step: int, save_model: Callable[[Path], Non
     # a later checkpoint was found damaged when the run was resumed before it; it must not count as one that is kept
     damaged = [path for path in saved if path.name > target.name]
     for old in [*damaged, *saved[: len(saved) - len(damaged)][:-keep]]:
-        shutil.rmtree(old)
+        if old != spare:
+            shutil.rmtree(old)
     return target
 
 

@@ -72,7 +72,8 @@ def plan(
             for key, value in {**changes, "seed": seed}.items():
                 set_dotted(data, key, value)
             config = parse_config(data, source=f"variant {name!r} of {str(recipe)!r}")
-            identity = {k: v for k, v in config.to_plain().items() if k != "output_dir"}
+            left_out = {"output_dir"} if config.watchdog.enabled else {"output_dir", "watchdog"}
+            identity = {k: v for k, v in config.to_plain().items() if k not in left_out}
             digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:10]
             if digest not in directories:
                 directories[digest] = _directory(out / "runs", name, f"seed{seed}-{digest}")

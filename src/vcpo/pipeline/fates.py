@@ -7,9 +7,10 @@
        │           └────────────┴──────► failed (the sampler, the grader or the learner's step raised)
        └──────────────────────────────► filtered (not needed again)
 
-A group comes to life as *running*; *planned* are only those that an interruption has undone. Members of a group move
-together, so the rules are about groups. An event that does not fit raises IllegalTransition. Events come from the
-learner's main thread and from the collector thread; nothing here touches the disk (``vcpo.pipeline.ledger`` does).
+A group comes to life as *running*; *planned* are only those that an interruption or a rollback has undone. Members of
+a group move together, so the rules are about groups. An event that does not fit raises IllegalTransition. Events come
+from the learner's main thread and from the collector thread; nothing here touches the disk (``vcpo.pipeline.ledger``
+does).
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ SKIPPED = "step skipped: "
 
 _NEXT: dict[State, tuple[State, ...]] = {
     State.PLANNED: (State.RUNNING, State.FILTERED),
-    State.RUNNING: (State.FINISHED, State.FAILED),
-    State.FINISHED: (State.TRAINED, State.FILTERED, State.FAILED),
+    State.RUNNING: (State.FINISHED, State.FAILED, State.PLANNED),
+    State.FINISHED: (State.TRAINED, State.FILTERED, State.FAILED, State.PLANNED),
 }
 
 
@@ -92,6 +93,13 @@ class Fates:
             fate = self._check(group.id, State.FINISHED)
             members = tuple(_member(trajectory) for trajectory in group.trajectories)
             self._set(replace(fate, state=State.FINISHED, members=members, graded_at=time.time()))
+
+    def given_up(self, numbers: Iterable[int]) -> None:
+        """A rollback has undone their responses; they are asked for again with other weights."""
+        with self._timed():
+            for number in numbers:
+                fate = self._check(number, State.PLANNED)
+                self._set(GroupFate(number, fate.problem_id, State.PLANNED))
 
     def trained(self, step: int, numbers: Iterable[int], skipped: str | None) -> None:
         """They were the minibatch of ``step``. skipped: why it made no update, or ``None``."""

@@ -54,38 +54,44 @@ class LocalRollouts:
         assert config.runtime.name == "local"
         self._config = config
         self._model = model
+        self._params = params
         self._starter = starter
         self._grader = grader
         self._stop_requested = stop_requested
         runtime, per_step = config.runtime, config.training.prompts_per_step
+        self._samplers = runtime.samplers
         self._control = StalenessControl(runtime.max_staleness, runtime.target_ess, in_flight=True)
         policy = make_policy(runtime.pacing, per_step, self._forgetting_scores)
         self._pool = GroupPool(policy, per_step, config.training.max_steps)
+        self._scorer: PrefixForgetting | None = None
+        self._again: list[StartedGroup] = []  # to be sampled once more when the next weights are published
+        self._launch()
 
+    def _launch(self) -> None:
+        """Start the samplers and the collector, with nothing in flight."""
         self._changed = threading.Condition()
         self._started: dict[int, StartedGroup] = {}
         self._arrived: dict[int, list[Trajectory]] = {}
         self._sampler_of: dict[int, int] = {}
         self._ready: dict[int, Group] = {}  # in the order of finishing
         self._graded = 0
-        self._scorer: PrefixForgetting | None = None
         self._failure: BaseException | None = None
         self._waiting = False
         self._closing = False
 
         context = multiprocessing.get_context("spawn")
-        self._weights = SharedWeights(model, context)
+        self._weights = SharedWeights(self._model, context)
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
-        self._load: list[int] = [0] * config.runtime.samplers  # responses asked for and not yet back
+        self._load: list[int] = [0] * self._samplers  # responses asked for and not yet back
         # multiprocessing waits for its processes at exit, and samplers end by neither SIGINT nor SIGTERM
         atexit.register(self._kill)
         with _children_block_signals():
-            for index in range(config.runtime.samplers):
+            for index in range(self._samplers):
                 ours, theirs = context.Pipe()
                 process = context.Process(
                     target=run_sampler,
-                    args=(index, config.to_plain(), params, self._weights, theirs),
+                    args=(index, self._config.to_plain(), self._params, self._weights, theirs),
                     name=f"vcpo-sampler-{index}",
                     daemon=True,
                 )
@@ -110,6 +116,24 @@ class LocalRollouts:
         """Let the effective sample size move the staleness limit."""
         self._control.observe(metrics)
 
+    def drain(self, steps: int) -> None:
+        """Start nothing ahead until what is in flight has been trained, and for ``steps`` steps after that."""
+        self._control.drain(steps)
+
+    def restart(self) -> None:
+        """End the samplers with all that they hold; the same prompts go to new ones with the next weights."""
+        if self._failure is not None:
+            raise self._failure
+        self.close()
+        self._collector.join()  # a grader may still be at work
+        finished = [
+            StartedGroup(group.id, group.problem, group.trajectories[0].prompt_ids, group.next_position)
+            for group in self._ready.values()
+        ]
+        self._again = sorted([*self._again, *self._started.values(), *finished], key=lambda group: group.id)
+        self._starter.fates.given_up(group.id for group in self._again)
+        self._launch()
+
     def metrics(self) -> dict[str, float]:
         """What was waiting, what has been dropped, and the limit, where it is controlled."""
         return {**self._pool.metrics(), **self._control.metrics()}
@@ -124,7 +148,10 @@ class LocalRollouts:
         self._control.load_state(state["control"])
 
     def _start(self, version: int) -> None:
-        for group in self._starter.start(self._pool.started_limit(version, self._control.limit)):
+        again, self._again = self._again, []
+        for group in again:
+            self._starter.fates.started(group.id, group.problem.id)
+        for group in [*again, *self._starter.start(self._pool.started_limit(version, self._control.limit))]:
             with self._changed:
                 self._started[group.id] = group
                 self._arrived[group.id] = []

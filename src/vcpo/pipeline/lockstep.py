@@ -7,7 +7,8 @@ A minibatch is sampled just before the step that trains on it, from snapshots of
 - ``in_flight``: decoding starts with the weights of k steps ago and swaps to newer ones at equal intervals of
   ``max_completion_length``, reaching the current weights at its end, with the key/value cache kept.
 
-During the first k steps the lag is what is there: step s cannot be more than s versions old. k is ``max_staleness``,
+During the first k steps the lag is what is there: step s cannot be more than s versions old, and after the ring of
+weights has been cleared (a rollback) no older than what has been published since. k is ``max_staleness``,
 or the limit to which ``target_ess`` has lowered it for the next minibatch (``vcpo.pipeline.staleness_control``).
 """
 
@@ -77,7 +78,7 @@ class LockstepRollouts:
 
     def _sample_all(self, step: int, started: list[StartedGroup]) -> dict[int, list[Trajectory]]:
         """The responses of every group, at the schedule's lag."""
-        oldest = max(0, step - self._control.limit)
+        oldest = max(self.snapshots.oldest, step - self._control.limit)
         if self._runtime.lag == "mixed":
             trajectories = []
             lags = np.random.default_rng([self._config.seed, step]).integers(0, step - oldest + 1, len(started))
@@ -99,6 +100,14 @@ class LockstepRollouts:
     def observe(self, metrics: Mapping[str, float]) -> None:
         """Let the effective sample size move the lag of the next minibatch."""
         self._control.observe(metrics)
+
+    def drain(self, steps: int) -> None:
+        """Sample the next ``steps`` minibatches at lag 0."""
+        self._control.drain(steps)
+
+    def restart(self) -> None:
+        """Never sample again from the weights published so far; the lag grows anew from 0."""
+        self.snapshots.clear()
 
     def metrics(self) -> dict[str, float]:
         """The limit, where it is controlled."""

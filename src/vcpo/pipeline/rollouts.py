@@ -41,6 +41,17 @@ class Rollouts(Protocol):
         """Take in the metrics of the optimizer step just done, before its weights are published."""
         ...
 
+    def drain(self, steps: int) -> None:
+        """Train ``steps`` steps on responses of the policy that they update, once those in flight have been trained."""
+        ...
+
+    def restart(self) -> None:
+        """Give up every response that has been started and not trained, but none of their prompts.
+
+        Nothing that older weights than those published next have sampled is handed out from now on.
+        """
+        ...
+
     def metrics(self) -> dict[str, float]:
         """What the metrics of this step should say about pacing and staleness."""
         ...

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import shutil
 import sqlite3
 import time
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from vcpo.config import ModelSection, RunConfig
-from vcpo.errors import UserError
+from vcpo.errors import StoppedByWatchdog, UserError
 from vcpo.learner.learner import Learner
 from vcpo.models.loading import end_token_ids, load_model
 from vcpo.observe.logger import Kind, Logger
@@ -33,13 +34,14 @@ from vcpo.pipeline.checkpoint import (
     version_of,
 )
 from vcpo.pipeline.evaluate import Evaluator
+from vcpo.pipeline.guard import Answer, Guard
 from vcpo.pipeline.interrupt import StopRequest
 from vcpo.pipeline.ledger import Ledger, LedgerMismatch
 from vcpo.pipeline.local import LocalRollouts
 from vcpo.pipeline.lockstep import LockstepRollouts
 from vcpo.pipeline.rollouts import DataProgress, Grader, GroupStarter, Rollouts, Stopped, make_task_and_grader
 from vcpo.pipeline.run_directory import Mode, RunDirectory
-from vcpo.pipeline.snapshots import SnapshotRing
+from vcpo.pipeline.snapshots import SnapshotRing, assign
 from vcpo.pipeline.warm_start import warm_start
 from vcpo.records import SamplingParams
 from vcpo.tasks.prompts import PromptSource
@@ -49,8 +51,8 @@ def train(config: RunConfig, mode: Mode = "new", make_report: bool = True, progr
     """Train as configured and return the run directory.
 
     mode: ``new`` refuses a directory that holds a run, ``resume`` continues it, ``overwrite`` replaces it.
-    Raises UserError for what the user can mend, KeyboardInterrupt after an interruption (the state is then saved),
-    and otherwise whatever went wrong, in whichever process.
+    Raises UserError for what the user can mend, KeyboardInterrupt after an interruption and StoppedByWatchdog when the
+    watchdog ends the run (the state is then saved), and otherwise whatever went wrong, in whichever process.
     """
     # data and reward functions are read before anything is created or loaded
     task, grader = make_task_and_grader(config)
@@ -62,10 +64,13 @@ def train(config: RunConfig, mode: Mode = "new", make_report: bool = True, progr
         directory = run.directory
         with disk_errors_explained(f"the record of this run in {str(directory.path)!r}", "free space and start again"):
             directory.record_start(run.learner.version if mode == "resume" else None)
-        outcome = "failed"
+        outcome, facts = "failed", dict[str, Any]()
         try:
             run.loop(task)
             outcome = "finished"
+        except StoppedByWatchdog as stopped:
+            outcome, facts = "stopped", {"reason": str(stopped)}
+            raise
         except KeyboardInterrupt:
             if run.failure is not None:
                 raise run.failure from None
@@ -75,7 +80,7 @@ def train(config: RunConfig, mode: Mode = "new", make_report: bool = True, progr
             stop.abort = lambda: False  # whatever fails now must not interrupt the closing
             run.close()
             with contextlib.suppress(OSError):  # a full disk: what has been raised says more
-                directory.record_end(outcome, step=run.learner.version)
+                directory.record_end(outcome, step=run.learner.version, **facts)
     if make_report:
         from vcpo.report.html import write_report
 
@@ -104,6 +109,7 @@ class _Run:
         self.grader = grader
         self.progress = progress
         self.stop = stop
+        self.guard = Guard(config, directory, progress.note)
         self.rollouts: Rollouts | None = None
         self.snapshots: SnapshotRing | None = None
         self.ledger: Ledger | None = None
@@ -126,15 +132,19 @@ class _Run:
             self.model, self.tokenizer = load_model(config.model, config.seed)
             self.learner = self._make_learner()
         else:
-            section = config.model.model_dump() | {"path": str(checkpoint / "model"), "init": None}
-            self.model, self.tokenizer = load_model(ModelSection.model_validate(section), config.seed)
+            self.model, self.tokenizer = self._load_model_of(checkpoint)
+            state = load_state(checkpoint)
+            self.guard.load_state(state.numbers.get("guard"))
             self.learner = self._make_learner()
-            self._restore(load_state(checkpoint))
+            self._restore(state)
             progress.note(f"resuming at step {self.learner.version} from {checkpoint}")
+        if config.watchdog.rolls_back:
+            self.learner.norm_way(self.guard.spec_after_rollback())  # its UserError belongs here, not after the alarm
         # a model that cannot be loaded neither leaves a directory behind nor costs the run that it was to replace
         RunDirectory.open(config, mode)
         self.is_new = checkpoint is None
         resume_step = None if self.is_new else self.learner.version
+        self.guard.open(resume_step)
         self.loggers: list[Logger] = [MetricsLog(directory.path, resume_step, progress.note), progress]
         if config.logging.tensorboard:
             # resumed without a checkpoint: every event that is there is hidden
@@ -195,6 +205,8 @@ class _Run:
             self.rollouts.load_state(self.rollouts_state)
         self.rollouts.publish(learner.version)
         last_saved = None if self.is_new else learner.version
+        if self.is_new and self.guard.needs_first_checkpoint:
+            self._save()
         while learner.version < config.training.max_steps:
             if self.stop.requested:
                 break
@@ -207,9 +219,11 @@ class _Run:
             if evaluator and (step % config.eval.eval_steps == 0 or is_last):
                 self._evaluate(evaluator)
             save_steps = config.checkpoint.save_steps
-            if is_last or (save_steps and step % save_steps == 0):
+            if is_last or (save_steps and step % save_steps == 0) or self.guard.rolled_back_at(step):
                 self._save()
                 last_saved = step
+            if self.guard.stop_reason is not None:
+                break
         if learner.version < config.training.max_steps:
             if last_saved != learner.version:
                 self._save()
@@ -218,6 +232,8 @@ class _Run:
                 f"stopped after step {learner.version}; continue with: vcpo train"
                 f" {self.directory.path / 'config.yaml'} --resume"
             )
+            if self.guard.stop_reason is not None:
+                raise StoppedByWatchdog(self.guard.stop_reason)
             raise KeyboardInterrupt
         self._write_final_model()
         ledger.fates.not_needed(learner.version)
@@ -242,7 +258,7 @@ class _Run:
         config = self.config
         if config.model.gradient_checkpointing:
             self.model.activation_checkpointing_enable()
-        return Learner(self.model, config.method_spec, config.training, config.sampling.temperature)
+        return Learner(self.model, self.guard.spec, config.training, config.sampling.temperature)
 
     def _make_rollouts(self, params: SamplingParams, starter: GroupStarter) -> Rollouts:
         if self.snapshots is not None:
@@ -262,6 +278,7 @@ class _Run:
     def _step(self, rollouts: Rollouts, starter: GroupStarter, ledger: Ledger) -> None:
         learner = self.learner
         begin = time.perf_counter()
+        learner.damping = self.guard.damping(learner.version)
         groups = rollouts.minibatch(learner.version)
         sampled = time.perf_counter()
         numbers = [group.id for group in groups]
@@ -269,6 +286,9 @@ class _Run:
             result = learner.step(groups)
         ledger.fates.trained(learner.version, numbers, result.skipped)
         rollouts.observe(result.metrics)
+        with self._disk_errors_explained("alarms"):
+            answer = self.guard.inspect(learner.version, groups, result)
+        self._follow(answer, rollouts)
         rollouts.publish(learner.version)
         end = time.perf_counter()
         self.data = starter.progress
@@ -279,6 +299,7 @@ class _Run:
             **result.metrics,
             **self.data.counts,
             **rollouts.metrics(),
+            **self.guard.metrics(),
             "time_sample": sampled - begin,  # in the local runtime: the time that the learner waited
             "time_train": end - sampled,
             "time_step": end - begin,
@@ -292,6 +313,26 @@ class _Run:
             self.transcripts.write(learner.version, groups, result, self._decode)
         with self._disk_errors_explained("trajectories"):
             self.trajectories.step_done(learner.version, groups)
+
+    def _follow(self, answer: Answer | None, rollouts: Rollouts) -> None:
+        """Do what the watchdog's alarm asks for, before the weights of this step are published."""
+        if answer is None:
+            return
+        if answer.action == "drain":
+            rollouts.drain(self.config.watchdog.drain_steps)
+        if answer.checkpoint is not None:
+            self._roll_back(answer.checkpoint)
+            rollouts.restart()
+
+    def _roll_back(self, checkpoint: Path) -> None:
+        """The weights and the optimizer of a checkpoint become those of the present version; later ones are removed."""
+        model, _ = self._load_model_of(checkpoint)
+        assign(self.model, dict(model.named_parameters()))
+        state = load_state(checkpoint)
+        self.learner.go_on_from(state.numbers["learner"], _with_prefix(state.tensors, "learner."), self.guard.spec)
+        for path in list_checkpoints(self.directory.checkpoints):
+            if version_of(path) > version_of(checkpoint):
+                shutil.rmtree(path)
 
     def _evaluate(self, evaluator: Evaluator) -> None:
         with self.progress.phase("evaluation", None) as phase:
@@ -314,9 +355,10 @@ class _Run:
         return str(self.tokenizer.decode(ids, skip_special_tokens=False))
 
     def _save(self) -> None:
-        checkpoint = self.config.checkpoint
+        keep, spare = self.guard.to_keep(self.learner.version)
         numbers, tensors = self.learner.state()
         numbers = {"learner": numbers, **dataclasses.asdict(self.data), "rollouts": self.rollouts_state}
+        numbers["guard"] = self.guard.state()
         tensors = {f"learner.{name}": tensor for name, tensor in tensors.items()}
         if self.snapshots is not None:
             tensors |= {f"snapshots.{name}": tensor for name, tensor in self.snapshots.state().items()}
@@ -328,7 +370,8 @@ class _Run:
             self.learner.version,
             lambda path: self._write_model(path / "model"),
             RunState(numbers, tensors),
-            checkpoint.save_total_limit,
+            keep,
+            spare,
         )
         with self._disk_errors_explained("trajectories"):
             self.trajectories.checkpoints_are(
@@ -342,8 +385,12 @@ class _Run:
         if self.snapshots is not None:
             version = self.learner.version
             size = self.config.runtime.max_staleness + 1
-            needed = range(max(0, version - size + 1), version + 1)
+            needed = range(max(self.guard.fresh_from, version - size + 1), version + 1)
             self.snapshots.load_state(_with_prefix(state.tensors, "snapshots."), needed)
+
+    def _load_model_of(self, checkpoint: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        section = self.config.model.model_dump() | {"path": str(checkpoint / "model"), "init": None}
+        return load_model(ModelSection.model_validate(section), self.config.seed)
 
     def _write_final_model(self) -> None:
         with self._disk_errors_explained("the final model"):

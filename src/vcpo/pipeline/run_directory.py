@@ -21,9 +21,10 @@ Mode = Literal["new", "resume", "overwrite"]
 
 _CONFIG = "config.yaml"
 _MARKS = (_CONFIG, "metrics.jsonl", "checkpoints")
-# a resumed run may differ in what it writes, where it runs and how long it goes on, not in what it computes
+# a resumed run may differ in what it writes, where it runs and how long it goes on, not in what it computes; the
+# watchdog may, too, because a run that it has stopped goes on under other orders
 _MAY_CHANGE = {
-    "": ("output_dir", "checkpoint", "logging", "compare", "eval"),
+    "": ("output_dir", "checkpoint", "logging", "watchdog", "compare", "eval"),
     "model": ("device",),
     "runtime": ("samplers", "sampler_threads", "learner_threads"),
 }
@@ -98,7 +99,7 @@ class RunDirectory:
         )
 
     def record_end(self, outcome: str, **facts: Any) -> None:
-        """Complete the record of this start: ``finished``, ``interrupted`` or ``failed``."""
+        """Complete the record of this start: ``finished``, ``interrupted``, ``stopped`` or ``failed``."""
         sessions = self.sessions()
         sessions[-1].update(outcome=outcome, ended=time.time(), **facts)
         self._dump(sessions)

@@ -27,6 +27,15 @@ class SnapshotRing:
         """The parameters of ``version``, by name."""
         return self._by_version[version]
 
+    def clear(self) -> None:
+        """Forget every version: none of them is to be sampled from again."""
+        self._by_version = {}
+
+    @property
+    def oldest(self) -> int:
+        """The lowest version that is held."""
+        return min(self._by_version)
+
     def state(self) -> dict[str, Tensor]:
         """Every held tensor under the key ``version/name``."""
         return {f"{v}/{name}": t for v, tensors in self._by_version.items() for name, t in tensors.items()}
