@@ -213,14 +213,14 @@ def test_a_first_checkpoint_that_does_not_fit_leaves_nothing_and_says_so(tmp_pat
     ("limit", "sentence"),
     [
         (1_000, r"output_dir '.*run' cannot be written"),
-        (2_000, r"the record of this run in '.*run' could not be written .*free space and start again"),
+        (4_000, r"the record of this run in '.*run' could not be written .*free space and start again"),
         (6_000, r"the ledger in '.*run' could not be written .*continue with --resume from the last checkpoint"),
     ],
 )
 def test_whatever_else_does_not_fit_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int, sentence: str
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["vcpo", "train", "long" * 600])  # longer on disk than the configuration
+    monkeypatch.setattr(sys, "argv", ["vcpo", "train", "long" * 1000])  # longer on disk than the configuration
     with pytest.raises(UserError, match=sentence), largest_file(limit):
         run_with(tmp_path, "training.max_steps=9")
 

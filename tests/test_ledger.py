@@ -342,22 +342,27 @@ def test_a_page_that_is_torn_is_found(tmp_path: Path, capsys: pytest.CaptureFixt
     assert path.with_name("ledger.damaged").exists()
 
 
-def test_a_second_writer_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_writer_that_another_one_holds_up_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     connect = sqlite3.connect
     monkeypatch.setattr(sqlite3, "connect", lambda *args, **options: connect(*args, timeout=0, **options))
-    ledger = Ledger(tmp_path / "ledger.sqlite", MEMBERS)
+    ledger, other = (Ledger(tmp_path / "ledger.sqlite", MEMBERS) for _ in range(2))
     ledger._connection.execute("BEGIN IMMEDIATE")
+    other.fates.started(0, "p")
     with pytest.raises(UserError, match=r"is being written by another process: is the run going on\?"):
-        Ledger(tmp_path / "ledger.sqlite", MEMBERS)
+        other.write()
     ledger._connection.execute("ROLLBACK")
     ledger.close()
+    other.close()
+    assert states_of(tmp_path / "ledger.sqlite") == {0: {"running"}}
 
 
-def test_what_could_not_be_written_is_written_with_the_next_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("groups", [500, 1500], ids=["one-statement", "several-statements"])
+def test_what_could_not_be_written_is_written_with_the_next_step(tmp_path: Path, groups: int) -> None:
     ledger = Ledger(tmp_path / "ledger.sqlite", MEMBERS)
     pages = ledger._connection.execute("PRAGMA page_count").fetchone()[0]
-    ledger._connection.execute(f"PRAGMA max_page_count = {pages}")  # SQLite's own full disk
-    for number in range(500):
+    # SQLite's own full disk, when nearly everything is written
+    ledger._connection.execute(f"PRAGMA max_page_count = {pages + groups // 100}")
+    for number in range(groups):
         ledger.fates.started(number, f"p{number}")
     with pytest.raises(OSError, match=r"database or disk is full: '.*ledger.sqlite'"):
         ledger.write()
@@ -365,7 +370,7 @@ def test_what_could_not_be_written_is_written_with_the_next_step(tmp_path: Path)
     ledger._connection.execute("PRAGMA max_page_count = 1000000")
     ledger.fates.graded(graded_group(0))
     ledger.check_sums()
-    assert states_of(tmp_path / "ledger.sqlite") == {0: {"finished"}} | {n: {"running"} for n in range(1, 500)}
+    assert states_of(tmp_path / "ledger.sqlite") == {0: {"finished"}} | {n: {"running"} for n in range(1, groups)}
     ledger.close()
 
 

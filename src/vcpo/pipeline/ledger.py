@@ -23,6 +23,7 @@ from vcpo.pipeline.fates import NOT_NEEDED, SKIPPED, Fates, GroupFate, Member
 LOST = "its record was lost with an earlier ledger"
 
 _COLUMNS = 13
+_MOST_VALUES = 32_766  # SQLite's own default
 _DONE_WITH = (State.TRAINED, State.FILTERED, State.UNRECORDED)
 _OS_ERRORS = {
     sqlite3.SQLITE_FULL: errno.ENOSPC,
@@ -57,7 +58,7 @@ class Ledger:
             that are done with and that the file does not know are entered as unrecorded.
         note: told, in one sentence, what is lost.
 
-        Raises OSError when the disk is full or not writable, UserError when another process writes the file.
+        Raises OSError when the disk is full or not writable, UserError when another process keeps writing the file.
         """
         begin = time.perf_counter()
         self._path = path
@@ -79,7 +80,7 @@ class Ledger:
         changed = self.fates.take()
         try:
             if changed:
-                with _disk_errors(self._path), _transaction(self._connection):
+                with _disk_errors(self._path):
                     self._replace(changed.values())
         except BaseException:
             self.fates.give_back(changed)
@@ -95,7 +96,7 @@ class Ledger:
         self._seconds += time.perf_counter() - begin
 
     def seconds(self) -> float:
-        """Time that the ledger has taken since the last call, in all threads."""
+        """Time that the ledger has taken since the last call: to write, and of the processor to note what happened."""
         total = self._seconds + self.fates.seconds
         since, self._reported = total - self._reported, total
         return since
@@ -160,29 +161,29 @@ class Ledger:
     ) -> list[GroupFate]:
         """Undo what the checkpoint does not know and enter what only the checkpoint knows; the groups planned again."""
         connection, done_with = self._connection, {*range(next_group), *done}
-        with _transaction(connection):
-            if connection.execute("PRAGMA user_version").fetchone()[0] == 0:
+        if connection.execute("PRAGMA user_version").fetchone()[0] == 0:
+            with _transaction(connection):
                 connection.execute(SCHEMA)
                 connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-            known: dict[int, tuple[str | None, bool]] = {
-                number: (problem_id, states == 1 and count == self._num_generations and state in _DONE_WITH)
-                for number, problem_id, state, states, count in connection.execute(
-                    "SELECT group_id, MAX(problem_id), MAX(state), COUNT(DISTINCT state), COUNT(*) FROM trajectories"
-                    " GROUP BY group_id"
-                )
-            }
-            planned = [
-                GroupFate(number, problem_id, State.PLANNED)
-                for number, (problem_id, _) in known.items()
-                if number not in done_with
-            ]
-            nothing = (None, False)
-            lost = [
-                GroupFate(number, known.get(number, nothing)[0], State.UNRECORDED, LOST)
-                for number in sorted(done_with)
-                if not known.get(number, nothing)[1]
-            ]
-            self._replace([*planned, *lost])
+        known: dict[int, tuple[str | None, bool]] = {
+            number: (problem_id, states == 1 and count == self._num_generations and state in _DONE_WITH)
+            for number, problem_id, state, states, count in connection.execute(
+                "SELECT group_id, MAX(problem_id), MAX(state), COUNT(DISTINCT state), COUNT(*) FROM trajectories"
+                " GROUP BY group_id"
+            )
+        }
+        planned = [
+            GroupFate(number, problem_id, State.PLANNED)
+            for number, (problem_id, _) in known.items()
+            if number not in done_with
+        ]
+        nothing = (None, False)
+        lost = [
+            GroupFate(number, known.get(number, nothing)[0], State.UNRECORDED, LOST)
+            for number in sorted(done_with)
+            if not known.get(number, nothing)[1]
+        ]
+        self._replace([*planned, *lost])
         if lost:
             note(
                 f"the ledger has no record of {len(lost)} groups ({len(lost) * self._num_generations} trajectories)"
@@ -191,9 +192,17 @@ class Ledger:
         return planned
 
     def _replace(self, fates: Iterable[GroupFate]) -> None:
-        marks = ", ".join("?" * _COLUMNS)
-        rows = (row for fate in fates for row in self._rows(fate))
-        self._connection.executemany(f"INSERT OR REPLACE INTO trajectories VALUES ({marks})", rows)
+        """Enter the rows of these groups in one transaction."""
+        # Python's lock is let go in every statement, and with a busy collector thread it takes milliseconds to get it
+        # back: hence one statement of many rows, which is a transaction by itself, as long as SQLite allows it
+        rows = [row for fate in fates for row in self._rows(fate)]
+        most = min(self._connection.getlimit(sqlite3.SQLITE_LIMIT_VARIABLE_NUMBER), _MOST_VALUES) // _COLUMNS
+        with contextlib.nullcontext() if len(rows) <= most else _transaction(self._connection):
+            for first in range(0, len(rows), most):
+                some = rows[first : first + most]
+                marks = ", ".join([f"({', '.join('?' * _COLUMNS)})"] * len(some))
+                values = [value for row in some for value in row]
+                self._connection.execute(f"INSERT OR REPLACE INTO trajectories VALUES {marks}", values)
 
     def _rows(self, fate: GroupFate) -> Iterator[tuple[Any, ...]]:
         nobody = (None,) * self._num_generations
