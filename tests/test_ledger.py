@@ -37,12 +37,15 @@ EVENTS: dict[str, Callable[[Fates], None]] = {
     "skipped": lambda fates: fates.trained(1, [0], "NaN"),
     "dropped": lambda fates: fates.dropped(1, {0: "stale"}),
     "failed": lambda fates: fates.failed([0], "gone"),
+    "given up": lambda fates: fates.given_up([0]),
 }
 # what may follow what, written down apart from the code
 LEGAL = {
     (): {"started"},
-    ("started",): {"graded", "failed"},
-    ("started", "graded"): {"trained", "skipped", "dropped", "failed"},
+    ("started",): {"graded", "failed", "given up"},
+    ("started", "graded"): {"trained", "skipped", "dropped", "failed", "given up"},
+    ("started", "given up"): {"started"},
+    ("started", "graded", "given up"): {"started"},
     ("started", "failed"): set(),
     ("started", "graded", "trained"): set(),
     ("started", "graded", "skipped"): set(),
@@ -140,7 +143,7 @@ def test_counts_sum_after_any_events_in_any_order(events: list[tuple[int, str]])
         ledger.check_sums()
         state = {
             "planned": "planned", "started": "running", "graded": "finished", "trained": "trained",
-            "skipped": "filtered", "dropped": "filtered", "failed": "failed",
+            "skipped": "filtered", "dropped": "filtered", "failed": "failed", "given up": "planned",
         }  # fmt: skip
         assert states_of(path) == {number: {state[history[-1]]} for number, history in histories.items()}
         summary = read_ledger(path)
@@ -160,6 +163,8 @@ def apply(fates: Fates, event: str, number: int) -> None:
             fates.trained(1, [number], "NaN")
         case "dropped":
             fates.dropped(1, {number: "stale"})
+        case "given up":
+            fates.given_up([number])
         case _:
             fates.failed([number], "gone")
 

@@ -24,7 +24,7 @@ SCHEMA_VERSION = 1
 class State(StrEnum):
     """Where a trajectory is."""
 
-    PLANNED = "planned"  # lost when the run was interrupted: it will be sampled again
+    PLANNED = "planned"  # undone by an interruption or a rollback: it will be sampled again
     RUNNING = "running"  # asked for, and its group not yet complete and graded
     FINISHED = "finished"  # graded, waiting for its minibatch
     TRAINED = "trained"  # part of the minibatch of an optimizer step

@@ -28,7 +28,7 @@ NOT_NEEDED = "not needed: started before an interruption, and the resumed run fi
 SKIPPED = "step skipped: "
 
 _NEXT: dict[State, tuple[State, ...]] = {
-    State.PLANNED: (State.RUNNING, State.FILTERED),
+    State.PLANNED: (State.RUNNING,),  # and filtered, by ``not_needed`` alone
     State.RUNNING: (State.FINISHED, State.FAILED, State.PLANNED),
     State.FINISHED: (State.TRAINED, State.FILTERED, State.FAILED, State.PLANNED),
 }
@@ -136,8 +136,8 @@ class Fates:
     def not_needed(self, step: int) -> None:
         """The run is finished: what an interruption has undone and nobody asked for again is not needed."""
         with self._timed():
-            for number in [fate.number for fate in self._open.values() if fate.state is State.PLANNED]:
-                self._end(number, State.FILTERED, NOT_NEEDED, step)
+            for fate in [fate for fate in self._open.values() if fate.state is State.PLANNED]:
+                self._close(fate, State.FILTERED, NOT_NEEDED, step)
 
     def take(self) -> dict[int, GroupFate]:
         """The groups that have changed since the last call, by number."""
@@ -163,10 +163,12 @@ class Fates:
         self._open[fate.number] = self._changed[fate.number] = fate
 
     def _end(self, number: int, state: State, reason: str | None, step: int | None) -> None:
-        fate = self._check(number, state)
-        del self._open[number]
-        self._ended.add(number)
-        self._changed[number] = replace(fate, state=state, reason=reason, step=step, ended_at=time.time())
+        self._close(self._check(number, state), state, reason, step)
+
+    def _close(self, fate: GroupFate, state: State, reason: str | None, step: int | None) -> None:
+        del self._open[fate.number]
+        self._ended.add(fate.number)
+        self._changed[fate.number] = replace(fate, state=state, reason=reason, step=step, ended_at=time.time())
 
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:

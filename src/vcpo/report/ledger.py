@@ -14,7 +14,7 @@ from vcpo.observe.ledger import FATES, LedgerSummary, NotTrained, State, fate_of
 _BAR = 40
 _MOST_LINES = 50
 _MEANINGS = {
-    State.PLANNED: "will be sampled again: lost in an interruption",
+    State.PLANNED: "to be sampled again, after an interruption or a rollback",
     State.RUNNING: "asked for, and not yet graded",
     State.FINISHED: "graded, waiting for a minibatch",
 }
