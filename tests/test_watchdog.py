@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pytest
@@ -16,9 +16,11 @@ from vcpo.config import load_config, parse_config
 from vcpo.errors import UserError
 from vcpo.observe.alarms import AlarmLog, culprits, read_alarms
 from vcpo.observe.watchdog import Alarm, Rule, Watchdog
+from vcpo.pipeline.staleness_control import StalenessControl
 from vcpo.records import Grade, Group
 from vcpo.watchdog_config import WatchdogSection
 
+ROOT = Path(__file__).parents[1]
 DEFAULTS = [Rule(metric, **rule.model_dump()) for metric, rule in WatchdogSection().rules.items()]
 
 
@@ -103,6 +105,22 @@ def test_forgetting_empties_windows_and_cool_downs_but_keeps_the_reference() -> 
     assert heard == [False, False, True]
     dog.forget()
     assert [bool(dog.observe(step, {"grad_norm": 3.0})) for step in (4, 5)] == [False, True]
+
+
+@pytest.mark.parametrize(("in_flight", "limits"), [(False, [0, 0, 3, 3]), (True, [0, 0, 0, 0, 0, 3, 3])])
+def test_a_drain_holds_the_staleness_limit_at_0_for_its_steps_and_for_what_is_in_flight(
+    in_flight: bool, limits: list[int]
+) -> None:
+    control = StalenessControl(3, None, in_flight)
+    control.drain(2)
+    seen = []
+    for _ in limits:
+        seen.append(control.limit)
+        control.observe({"ess": 0.0})
+        state = json.loads(json.dumps(control.state()))
+        control = StalenessControl(3, None, in_flight)
+        control.load_state(state)
+    assert seen == limits
 
 
 HEALTHY = {
@@ -251,3 +269,26 @@ def test_the_section_survives_being_written_down_with_the_method_of_a_rollback()
 def test_mistakes_are_answered_with_a_sentence(overrides: list[str], sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         load_config(None, [*BASE, *overrides])
+
+
+def test_the_kept_results_are_those_of_the_default_rules() -> None:
+    kept = json.loads((ROOT / "results/watchdog/detection.json").read_text(encoding="utf-8"))
+    assert kept["rules"] == [asdict(rule) for rule in DEFAULTS]
+
+
+def test_the_benchmark_measures_warning_from_the_first_alarm_to_the_fall(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import watchdog
+
+    # 0.4 is the best before 0.19; 0.2 is half of it and no fall
+    accuracies = [(0, 0.3), (10, 0.4), (20, 0.2), (30, 0.19), (40, 0.5)]
+    train = [{"step": step, "ess": 0.1 if step > 12 else 0.9} for step in range(1, 41)]
+    config = load_config(None, BASE)
+    run = watchdog.Run("tis", 1, "run", config, train, accuracies)
+    found = watchdog.replay(run, [Rule("ess", below=0.2, count=3, window=5, cooldown=100)])
+    assert (found.falls_at, found.first_alarm, found.warning, found.alarms) == (30, 15, 15, 1)
+    assert found.lowest == pytest.approx(0.19 / 0.4)
+    # the third smallest of the worst five values in a row is the bound that would just not have been crossed
+    values = [0.9, 0.5, 0.9, 0.4, 0.3, 0.8, 0.9]
+    run = watchdog.Run("vcpo", 1, "run", config, [{"ess": value} for value in values], [])
+    assert watchdog.extreme([run], Rule("ess", below=0.2), upper=False) == 0.5

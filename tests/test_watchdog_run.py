@@ -173,8 +173,11 @@ def test_a_stop_saves_says_why_and_can_be_resumed_under_other_orders(tmp_path: P
     assert directory.is_finished
 
 
-def test_after_the_last_rollback_an_alarm_stops_the_run(tmp_path: Path) -> None:
-    config = guarded(tmp_path / "run", "rollback", "watchdog.rollback.max_rollbacks=2", first=2, cooldown=0)
+def test_after_the_last_rollback_an_alarm_warns_or_stops_the_run(tmp_path: Path) -> None:
+    most = "watchdog.rollback.max_rollbacks=2"
+    warned = train(guarded(tmp_path / "warned", "rollback", most, first=2, cooldown=0), make_report=False)
+    assert [line["action"] for line in read_alarms(warned)] == ["rollback", "rollback", "warn", "warn"]
+    config = guarded(tmp_path / "run", "rollback", most, "watchdog.rollback.then=stop", first=2, cooldown=0)
     with pytest.raises(StoppedByWatchdog, match="at step 6 after 2 rollbacks: ess was below 2"):
         train(config, make_report=False)
     actions = [(line["step"], line["action"], line["back_to_step"]) for line in read_alarms(tmp_path / "run")]

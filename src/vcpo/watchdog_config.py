@@ -51,7 +51,8 @@ class WatchRollback(_Section):
     """What ``watchdog.action=rollback`` goes back to, and how it goes on."""
 
     method: MethodSection | None = Field(None, description="the method from then on, as in `method`; null: the same")
-    max_rollbacks: PositiveInt = Field(3, description="an alarm after so many of them stops the run")
+    max_rollbacks: PositiveInt = 3
+    then: Literal["warn", "stop"] = Field("warn", description="what an alarm does when all rollbacks have been used")
     healthy_after: PositiveInt = Field(
         10, description="a checkpoint counts as healthy when no alarm came within so many steps after it"
     )

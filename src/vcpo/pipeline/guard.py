@@ -168,18 +168,21 @@ class Guard:
         if section.action == "drain":
             return Answer("drain"), f"the next {section.drain_steps} steps train on fresh responses only"
         if section.action == "rollback":
-            used = len(self._rollbacks)
-            checkpoint = next((path for path in self.healthy_checkpoints(step) if find_damage(path) is None), None)
-            if used >= section.rollback.max_rollbacks:
-                return self._stop(step, sentences, f" after {used} rollbacks")
-            if checkpoint is None:
-                return self._stop(step, sentences, " because there is no healthy checkpoint to go back to")
-            method = section.rollback.method
-            with_method = f" with {method.name}" if method is not None else ""
-            return Answer("rollback", checkpoint), f"back to the weights of step {version_of(checkpoint)}{with_method}"
+            return self._decide_rollback(step, sentences)
         if section.action == "stop":
             return self._stop(step, sentences, "")
         return Answer("warn"), "watching on"
+
+    def _decide_rollback(self, step: int, sentences: str) -> tuple[Answer, str]:
+        rollback, used = self._section.rollback, len(self._rollbacks)
+        checkpoint = next((path for path in self.healthy_checkpoints(step) if find_damage(path) is None), None)
+        if checkpoint is not None and used < rollback.max_rollbacks:
+            with_method = f" with {rollback.method.name}" if rollback.method is not None else ""
+            return Answer("rollback", checkpoint), f"back to the weights of step {version_of(checkpoint)}{with_method}"
+        why = " without a healthy checkpoint to go back to" if checkpoint is None else f" after {used} rollbacks"
+        if rollback.then == "stop":
+            return self._stop(step, sentences, why)
+        return Answer("warn"), f"watching on{why}"
 
     def _stop(self, step: int, sentences: str, why: str) -> tuple[Answer, str]:
         self.stop_reason = f"the watchdog stopped the run at step {step}{why}: {sentences}"
