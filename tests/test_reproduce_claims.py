@@ -80,10 +80,11 @@ def test_a_sign_is_looked_for_in_the_collapsed_runs_only() -> None:
 
 
 def test_ess_predicts_collapse_if_the_collapsed_runs_had_the_lower_one() -> None:
+    rule = predicts_collapse("smallest ESS", lambda r: r.ess_low)
     low, high = seeds("tis", [0.0] * 3, collapsed=3, ess_low=0.05), seeds("vcpo", [0.5] * 3, ess_low=0.3)
-    assert verdict(predicts_collapse(), low, high) is YES
+    assert verdict(rule, low, high) is YES
     # synchronous runs would make it easy and are left out
-    assert verdict(predicts_collapse(), low, seeds("sync", [0.5] * 3, ess_low=1.0, lag=0)) is OPEN
+    assert verdict(rule, low, seeds("sync", [0.5] * 3, ess_low=1.0, lag=0)) is OPEN
     assert area_under_curve([0.1, 0.4], [0.2, 0.4]) == pytest.approx((1 + 1 + 0 + 0.5) / 4)
 
 

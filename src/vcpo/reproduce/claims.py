@@ -152,21 +152,21 @@ def shows(variant: str, what: str, holds: Callable[[RunEvidence], bool], value: 
     return Rule(f"in at least {MOST:.0%} of the {kind} of `{variant}`: {what}", judge)
 
 
-def predicts_collapse(at_least: float = 0.9) -> Rule:
-    """The lowest effective sample size tells runs that collapse from those that do not, over all lagged runs."""
+def predicts_collapse(what: str, value: Callable[[RunEvidence], float | None], at_least: float = 0.9) -> Rule:
+    """A number that is lower where a run collapses tells such runs from the others, over all runs with a lag."""
 
     def judge(evidence: Evidence) -> Outcome:
-        runs = {(r.variant, r.seed): r for rs in evidence.values() for r in rs if r.lag and r.ess_low is not None}
-        lows = {flag: [r.ess_low or 0.0 for r in runs.values() if r.collapsed is flag] for flag in (True, False)}
-        if not lows[True] or not lows[False]:
+        runs = {(r.variant, r.seed): r for rs in evidence.values() for r in rs if r.lag and value(r) is not None}
+        numbers = {flag: [value(r) or 0.0 for r in runs.values() if r.collapsed is flag] for flag in (True, False)}
+        if not numbers[True] or not numbers[False]:
             raise MissingRuns("some that collapse and some that do not")
-        auc = area_under_curve(lows[True], lows[False])
-        finding = f"{auc:.2f} over {len(lows[True])} collapsed and {len(lows[False])} other runs"
+        auc = area_under_curve(numbers[True], numbers[False])
+        finding = f"{auc:.2f} over {len(numbers[True])} collapsed and {len(numbers[False])} other runs"
         return _decide(auc >= at_least, finding)
 
     text = (
-        "a run that collapsed has a lower smallest effective sample size (up to the collapse) than one that did not,"
-        f" in at least {at_least:.0%} of the pairs of runs with a lag"
+        f"of two runs with a lag, one of which collapsed, that one has the lower {what} (up to its collapse) in at"
+        f" least {at_least:.0%} of all pairs"
     )
     return Rule(text, judge)
 

@@ -11,6 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
+
 from vcpo.observe.formatting import fixed, percent
 from vcpo.report.figures import save_png
 from vcpo.report.runs import RunData
@@ -59,7 +61,7 @@ def write_figure(figure: Figure, runs: Mapping[str, Sequence[RunData]], results:
         markdown.write_text(results_table(results), encoding="utf-8")
         written += [table, markdown]
         if figure.panels or figure.sweep:
-            written.append(save_png(draw(figure, runs, results), out / f"{figure.name}.png"))
+            written.append(_with_fewer_colours(save_png(draw(figure, runs, results), out / f"{figure.name}.png")))
     return written
 
 
@@ -151,6 +153,14 @@ def machines(runs: Mapping[str, Sequence[RunData]]) -> dict[str, list[str]]:
                 for key, value in facts.items():
                     seen.setdefault(key, set()).add(str(value))
     return {key: sorted(values) for key, values in seen.items()}
+
+
+def _with_fewer_colours(path: Path) -> Path:
+    """The image with a palette, a quarter of the size: these are kept in the repository."""
+    with Image.open(path) as image:
+        small = image.convert("RGB").quantize(128)
+    small.save(path, optimize=True)
+    return path
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
