@@ -110,7 +110,7 @@ def test_a_damaged_file_is_made_again(content: str, tmp_path: Path, monkeypatch:
 
 @pytest.mark.parametrize(
     "entry",
-    [None, 3, {}, {"gram": []}, {"gram": [], "single": [], "combined": 0.0, "more": 1}],
+    [None, 3, {}, {"gram": []}, {"gram": [], "single": [], "combined": 0.0}, {"gram": 3, "single": 3, "combined": 0.0}],
 )
 def test_an_entry_of_another_form_is_made_again(entry: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VCPO_CACHE", str(tmp_path))

@@ -49,6 +49,11 @@ class CostModel:
     single: Table
     combined: float
 
+    def __post_init__(self) -> None:
+        for table in (self.gram, self.single):
+            if [len(row) for row in table] != [len(WIDTHS)] * len(LENGTHS):
+                raise ValueError("a table has another shape")
+
     def prefers_gram(self, lengths: Sequence[int], height: int, width: int, is_shared: bool) -> bool:
         """Whether Gram matrices and one product later are expected to take less time than single gradients.
 
@@ -76,7 +81,7 @@ def cost_model(device: torch.device, dtype: torch.dtype, threads: int) -> CostMo
     known = _read(path)
     try:
         return CostModel(**known[key])
-    except (KeyError, TypeError):
+    except (KeyError, TypeError, ValueError):
         model = measure(device, dtype)
         _write(path, known | {key: asdict(model)})
         return model
