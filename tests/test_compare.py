@@ -75,6 +75,7 @@ def test_variants_from_a_file_stand_beside_those_of_the_recipe_and_methods(tmp_p
     [
         ({"slow": 3}, "must map names of variants to overrides.*'slow' has 3"),
         ({7: {"seed": 1}}, "must map names of variants to overrides.*but 7 has"),
+        ({"slow": {7: 1}}, "the override 7 must be a dotted key"),
         ({}, "names no variant"),
         ({"a/b": {}}, "variant name 'a/b' must consist of letters"),
         ({"sync": {"runtime.max_staleness": 1}}, "different overrides are called 'sync'"),

@@ -47,6 +47,10 @@ class Nothing(Mask):
 class NoDataclass(Weight):
     pass
 
+@dataclass(frozen=True)
+class Needs(Weight):
+    by: float
+
 METHOD = MethodSpec(weight=Shrink(0.25), baseline="none", scale_rewards="none")
 NUMBER = 3
 """
@@ -198,6 +202,9 @@ def test_what_is_written_of_a_users_own_method_loads_in_another_process(own_file
         ({"name": "tis", "weight": {"cap": -1}}, "method.weight: cap must be positive, or null for no truncation"),
         ({"name": "tis", "weight": {"cap": float("nan")}}, "method.weight: cap must be positive"),
         ({"name": "tis", "weight": None}, "for no weight: method.ratio_level=none"),
+        ({"name": "grpo", "weight": {"cap": 2}}, "method.weight has no effect on grpo, which has no ratios"),
+        ({"name": "tis", "learning_rate_factor": float("nan")}, "learning_rate_factor must be positive"),
+        ({"name": "tis", "reward_kl": float("inf")}, "reward_kl not negative, all finite"),
         ({"name": "tis", "weight": 3}, "method.weight must be a name or a mapping with a name, not 3"),
         ({"name": "tis", "mask": {"low": 1}}, "method.mask.name is required; allowed: token_band"),
         ({"name": "tis", "mask": {"name": "token_band", "low": 3.0}}, "method.mask: low and high must satisfy"),
@@ -227,6 +234,7 @@ def test_own_objects_of_the_wrong_kind_are_refused(own_file: str) -> None:
     wrong = problem_with({"name": "tis", "weight": f"{own_file}:Nothing"})
     assert "must be a dataclass derived from vcpo.methods.weights.Weight" in wrong
     assert "must be a dataclass derived from" in problem_with({"name": "tis", "weight": f"{own_file}:NoDataclass"})
+    assert "missing 1 required positional argument: 'by'" in problem_with({"weight": f"{own_file}:Needs"})
     assert "has no 'Shrnik'; did you mean 'Shrink'?" in problem_with({"name": "tis", "weight": f"{own_file}:Shrnik"})
     assert "unknown key method.weight.bye" in problem_with(
         {"name": "tis", "weight": {"name": f"{own_file}:Shrink", "bye": 1}}

@@ -416,6 +416,8 @@ def read_recipe(path: Path) -> dict[str, Any]:
 
 def set_dotted(data: dict[str, Any], key: str, value: Any) -> None:
     """Set ``data["a"]["b"] = value`` for key ``a.b``; a shorthand string on the way becomes its section."""
+    if not isinstance(key, str):
+        raise UserError(f"the override {key!r} must be a dotted key, like training.learning_rate")
     *parents, last = key.split(".")
     node = data
     for parent in parents:

@@ -56,7 +56,11 @@ class MethodSection(BaseModel):
                 changes[key] = _part(key, value, getattr(base, key))
             else:
                 changes[key] = _checked(f"method.{key}", hints[key], value)
-        return {"name": name, "spec": dataclasses.replace(base, **changes)}
+        spec = dataclasses.replace(base, **changes)
+        # a method that is written in full names its level, too, and may have been another when it was written
+        if "ratio_level" not in data and spec.ratio_level == "none" and spec.weight != base.weight:
+            raise ValueError(f"method.weight has no effect on {name}, which has no ratios: give method.ratio_level")
+        return {"name": name, "spec": spec}
 
     def to_plain(self) -> dict[str, Any]:
         """The name and every part, in the form that is accepted as input."""
@@ -120,7 +124,7 @@ def _part(kind: str, value: Any, present: Any) -> Any:
     kept = dataclasses.asdict(present) if name is None else {}
     try:
         return chosen(**{**kept, **checked})
-    except ValueError as error:
+    except (TypeError, ValueError) as error:  # a user's own may lack an option, or refuse one in either way
         raise ValueError(f"method.{kind}: {error}") from None
 
 

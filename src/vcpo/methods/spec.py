@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -103,8 +104,11 @@ class MethodSpec:
             )
         if not 0 < self.ess_on_policy <= 1:
             raise ValueError("ess_on_policy must be in (0, 1]")
-        if self.value_temperature <= 0 or self.learning_rate_factor <= 0 or self.reward_kl < 0:
-            raise ValueError("value_temperature and learning_rate_factor must be positive, reward_kl not negative")
+        numbers = (self.value_temperature, self.learning_rate_factor, self.reward_kl)
+        if not all(map(math.isfinite, numbers)) or min(numbers[:2]) <= 0 or self.reward_kl < 0:
+            raise ValueError(
+                "value_temperature and learning_rate_factor must be positive and reward_kl not negative, all finite"
+            )
         if self.residual_band is not None and not 0 < self.residual_band[0] <= self.residual_band[1]:
             raise ValueError("residual_band must be (low, high) with 0 < low <= high")
         if self.constant_length is not None and self.constant_length < 1:
