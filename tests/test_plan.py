@@ -82,6 +82,14 @@ def test_a_dropping_policy_may_start_more_groups_than_the_lag_allows(tmp_path: P
     assert numbers(plan_run(tiny_config(tmp_path, f"runtime={runtime}")))["groups in flight"] == "10"  # (4 + 1) x 2
 
 
+def test_a_watchdog_is_announced_with_what_it_costs_on_disk() -> None:
+    recipe = Path("recipes/sort/lag16.yaml")
+    assert "watchdog" not in dict(plan_run(load_config(recipe)).run)
+    plan = plan_run(load_config(recipe, ["watchdog.enabled=true", "watchdog.action=rollback", "watchdog.kl=null"]))
+    assert dict(plan.run)["watchdog"].startswith("rollback on an alarm of ess, max_weight_share, grad_norm")
+    assert any("more than save_total_limit" in note for note in plan.notes)
+
+
 def test_an_unknown_model_is_no_obstacle_to_the_arithmetic(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, "model={path: nobody/no-such-model}")
     with pytest.raises(UnknownModel, match="nobody/no-such-model"):

@@ -101,6 +101,8 @@ def _words(config: RunConfig, sizes: ModelSizes | None, variants: dict[str, RunC
             f"every {chosen.eval_steps} steps and at both ends: {chosen.num_problems:,} problems x"
             f" {chosen.num_generations} at temperature {chosen.temperature:g}, top-p {chosen.top_p:g}",
         )
+    if config.watchdog.enabled:
+        yield "watchdog", f"{config.watchdog.action} on an alarm of {', '.join(config.watchdog.rules)}"
     directory = Path(config.output_dir)
     yield "output_dir", f"{config.output_dir} ({'is there already' if directory.exists() else 'new'})"
     if variants:
@@ -230,5 +232,7 @@ def _notes(config: RunConfig, sizes: ModelSizes | None) -> Iterator[str]:
     else:
         yield "One process on one device: sampling and training take turns, so a lag costs accuracy and saves no time."
     yield "Responses are decoded by the embedded torch engine, the only one so far; serving engines are faster."
+    if config.watchdog.rolls_back:
+        yield "The watchdog keeps as many checkpoints as a rollback needs, which can be more than save_total_limit."
     if any(":" in name for name in [config.task.name, *config.reward.reward_funcs]):
         yield "Your own graders run in the learner's process without a time limit: one that hangs holds up the run."
