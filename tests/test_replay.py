@@ -230,6 +230,22 @@ def test_a_minibatch_that_no_method_can_use_gives_nulls_and_the_reason(run: Path
     assert "tis would skip this step: the reward of group 6 response 1" in console.export_text()
 
 
+def test_nothing_dominates_where_all_rewards_are_equal(run: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    groups = load_minibatch(saved_steps(copy)[4]).groups
+    for group in groups:
+        for trajectory in group.trajectories:
+            trajectory.grade = Grade(1.0)
+    save_minibatch(copy, 4, groups)
+    console = Console(width=200, record=True)
+    replay(copy, ["tis", "vcpo"], step=4, note=quiet).print(console)
+    shown = console.export_text()
+    assert "tis: no trajectory has a gradient" in shown
+    assert "vcpo: no trajectory has a gradient" in shown
+    assert "the trajectories that dominate" not in shown
+
+
 def test_what_a_model_writes_cannot_colour_the_table(run: Path, tmp_path: Path) -> None:
     copy = tmp_path / "run"
     shutil.copytree(run, copy)
@@ -258,6 +274,11 @@ def no_weights(run: Path) -> None:
     shutil.rmtree(run / "model")
 
 
+def interrupted(run: Path) -> None:
+    path = run / "environment.json"
+    path.write_text(path.read_text().replace('"finished"', '"interrupted"'))
+
+
 def unchanged(run: Path) -> None:
     pass
 
@@ -273,6 +294,7 @@ def unchanged(run: Path) -> None:
         (unchanged, ["--step", "5"], "holds no trajectories of step 5; there are step-3, step-4, step-6"),
         (unchanged, ["--checkpoint", "step-4"], "holds no checkpoint 'step-4'; there are step-3, step-6"),
         (unchanged, ["--checkpoint", "best"], "holds no checkpoint 'best'; there are step-3, step-6"),
+        (interrupted, ["--checkpoint", "final"], "holds no checkpoint 'final'; there are step-3, step-6"),
         (unchanged, ["--recipe", "no.yaml"], "recipe 'no.yaml' does not exist"),
         (unchanged, ["--device", "tpu"], "--device 'tpu' must be auto, cpu or cuda"),
     ],

@@ -76,7 +76,7 @@ def replay(
         )
     if not weights:
         raise UserError(f"the run {str(run)!r} holds neither a checkpoint nor a final model")
-    version = None if checkpoint is None else _version_named(checkpoint, weights, run)
+    version = None if checkpoint is None else _version_named(checkpoint, weights, directory)
     if step is not None and step not in files:
         raise UserError(f"the run {str(run)!r} holds no trajectories of step {step}; there are {_listed(files)}")
     step, version = choose(list(files), list(weights), step, version)
@@ -230,13 +230,13 @@ def _weights_of(directory: RunDirectory) -> dict[int, Weights]:
     return dict(sorted(found.items()))
 
 
-def _version_named(name: str, weights: dict[int, Weights], run: Path) -> int:
+def _version_named(name: str, weights: dict[int, Weights], directory: RunDirectory) -> int:
     number = name.removeprefix("step-")
-    if name == _FINAL and weights:
+    if name == _FINAL and directory.is_finished:
         return max(weights)
     if number.isdecimal() and int(number) in weights:
         return int(number)
-    raise UserError(f"the run {str(run)!r} holds no checkpoint {name!r}; there are {_listed(weights)}")
+    raise UserError(f"the run {str(directory.path)!r} holds no checkpoint {name!r}; there are {_listed(weights)}")
 
 
 def _listed(numbers: Iterable[int]) -> str:

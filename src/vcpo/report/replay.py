@@ -112,6 +112,8 @@ class Replay:
         for method in self.methods:
             if method.skipped:
                 console.print(Text(f"{method.method} would skip this step: {method.skipped}"), soft_wrap=True)
+            elif method.second_moment == 0:
+                console.print(Text(f"{method.method}: no trajectory has a gradient"), soft_wrap=True)
             else:
                 console.print(_top_table(method))
 
