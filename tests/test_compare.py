@@ -163,3 +163,11 @@ def test_a_failed_run_is_reported_the_others_finish_and_nothing_runs_twice(tmp_p
     said: list[str] = []
     assert execute(plan(recipe, ["tis"], [3], {}, out), jobs=1, note=said.append) == []
     assert said == ["1 runs, 1 finished before, 1 at a time"]
+
+
+def test_a_users_own_method_is_compared_by_its_name_in_the_file(tmp_path: Path) -> None:
+    own = tmp_path / "mine.py"
+    own.write_text("from vcpo.methods.spec import METHODS\nSPEC = METHODS['grpo']\n")
+    runs = plan(recipe_in(tmp_path), [f"{own}:SPEC"], [1], {}, tmp_path / "out")
+    assert [run.variant for run in runs] == ["SPEC"]
+    assert runs[0].config.method.spec.ratio_level == "none"

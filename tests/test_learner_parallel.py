@@ -135,7 +135,8 @@ def test_replicated_model_is_reduced_once_per_parameter(ranks: Ranks, method: st
     assert rounds > 1
     parameters = len(list(case.model().parameters()))
     for _, counts in counted:
-        assert counts == {"allreduce": parameters + rounds + 2}  # a table after every pass, one at the end, and the cosine
+        # a table after every pass, one at the end, and the cosine
+        assert counts == {"allreduce": parameters + rounds + 2}
 
 
 @pytest.mark.parametrize("method", ["vcpo", "tis"])

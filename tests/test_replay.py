@@ -164,7 +164,7 @@ def test_variants_of_a_file_and_of_a_recipe(run: Path, tmp_path: Path) -> None:
     assert dataclasses.replace(long, method="") == dataclasses.replace(tis, method="")
     assert max(part.weight or 0 for part in short.parts) == pytest.approx(0.5)
     names.write_text("short: tis\n")
-    with pytest.raises(UserError, match=r"must be a recipe with compare\.variants, or map names"):
+    with pytest.raises(UserError, match="must map names of variants to overrides"):
         replay(run, recipe=names, note=quiet)
 
 

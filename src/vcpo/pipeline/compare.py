@@ -29,6 +29,7 @@ from vcpo.errors import UserError, suggest
 from vcpo.methods.spec import METHODS
 from vcpo.pipeline.interrupt import ENDING_SIGNALS
 from vcpo.pipeline.run_directory import RunDirectory
+from vcpo.pipeline.variants import changed, read_variants
 
 _VARIANT_NAME = re.compile(r"[\w.+=@-]+")  # it becomes part of file names and of a Markdown table
 
@@ -48,8 +49,8 @@ def plan(
 ) -> list[PlannedRun]:
     """Every run of the comparison, validated before any of them starts.
 
-    names: variants of the recipe's ``compare.variants``, names of methods, or YAML files that map names of variants to
-    dotted overrides; all variants of the recipe when empty.
+    names: variants of the recipe's ``compare.variants``, names of methods (``file.py:SPEC`` for a user's own), or YAML
+        files of variants; all variants of the recipe when empty.
     seeds: those of the recipe's ``compare.seeds`` when ``None``.
     Raises UserError for an unknown name or an invalid configuration, naming the variant, and when there is no seed.
     """
@@ -63,22 +64,20 @@ def plan(
     seeds = list(dict.fromkeys(section.seeds if seeds is None else seeds))
     if not seeds:
         raise UserError(f"{str(recipe)!r} has no compare.seeds: name the seeds with --seeds")
+    alone = {key: value for key, value in base.items() if key != "compare"}
     runs = []
     directories: dict[str, Path] = {}
     for name, changes in chosen.items():
         for seed in seeds:
-            data = json.loads(json.dumps(base))
-            data.pop("compare", None)
-            for key, value in {**changes, "seed": seed}.items():
-                set_dotted(data, key, value)
-            config = parse_config(data, source=f"variant {name!r} of {str(recipe)!r}")
+            source = f"variant {name!r} of {str(recipe)!r}"
+            config = changed(alone, {**changes, "seed": seed}, source)
             left_out = {"output_dir"} if config.watchdog.enabled else {"output_dir", "watchdog"}
             identity = {k: v for k, v in config.to_plain().items() if k not in left_out}
             digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:10]
             if digest not in directories:
                 directories[digest] = _directory(out / "runs", name, f"seed{seed}-{digest}")
-            set_dotted(data, "output_dir", str(directories[digest]))
-            runs.append(PlannedRun(name, seed, directories[digest], parse_config(data)))
+            placed = {**changes, "seed": seed, "output_dir": str(directories[digest])}
+            runs.append(PlannedRun(name, seed, directories[digest], changed(alone, placed, source)))
     return runs
 
 
@@ -91,7 +90,9 @@ def _chosen_variants(names: Sequence[str], of_recipe: Mapping[str, dict[str, Any
         elif name in METHODS:
             found = {name: {"method": name}}
         elif name.endswith((".yaml", ".yml")):
-            found = _variants_of_file(Path(name))
+            found = read_variants(Path(name))
+        elif ":" in name:
+            found = {name.rpartition(":")[2]: {"method": name}}
         else:
             raise UserError(f"unknown variant or method {name!r}{suggest(name, {**of_recipe, **METHODS})}")
         for variant, changes in found.items():
@@ -100,20 +101,6 @@ def _chosen_variants(names: Sequence[str], of_recipe: Mapping[str, dict[str, Any
             if chosen.setdefault(variant, changes) != changes:
                 raise UserError(f"two variants with different overrides are called {variant!r}: rename one of them")
     return chosen
-
-
-def _variants_of_file(path: Path) -> dict[str, dict[str, Any]]:
-    """The variants of a file. Raises UserError when it is not a mapping of names to mappings of overrides."""
-    found = read_recipe(path)
-    for name, changes in found.items():
-        if not isinstance(name, str) or not isinstance(changes, dict):
-            raise UserError(
-                f"{str(path)!r} must map names of variants to overrides, like 'slow: {{training.learning_rate: 1e-6}}',"
-                f" but {name!r} has {changes!r}"
-            )
-    if not found:
-        raise UserError(f"{str(path)!r} names no variant")
-    return found
 
 
 def _directory(runs: Path, name: str, seed_and_digest: str) -> Path:

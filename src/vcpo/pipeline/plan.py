@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from vcpo.config import LocalRuntime, RunConfig, parse_config, set_dotted
+from vcpo.config import LocalRuntime, RunConfig
 from vcpo.models.sizes import ModelSizes, UnknownModel
 from vcpo.observe.formatting import count
 from vcpo.pipeline.memory import (
@@ -18,6 +18,7 @@ from vcpo.pipeline.memory import (
     planned_device,
 )
 from vcpo.pipeline.pacer import Pacer
+from vcpo.pipeline.variants import changed
 from vcpo.report.plan import Plan
 from vcpo.tasks.registry import BUILT_IN
 
@@ -47,11 +48,8 @@ def variant_configs(config: RunConfig) -> dict[str, RunConfig]:
     """The configuration of every variant in ``compare.variants``. Raises UserError naming one that is not valid."""
     configs = {}
     for name, changes in config.compare.variants.items():
-        data = config.to_plain()
-        del data["compare"]
-        for key, value in changes.items():
-            set_dotted(data, key, value)
-        configs[name] = parse_config(data, source=f"variant {name!r}")
+        data = {key: value for key, value in config.to_plain().items() if key != "compare"}
+        configs[name] = changed(data, changes, f"variant {name!r}")
     return configs
 
 

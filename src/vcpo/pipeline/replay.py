@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from vcpo.config import ModelSection, RunConfig, parse_config, read_recipe, set_dotted
+from vcpo.config import ModelSection, RunConfig
 from vcpo.errors import UserError, suggest
 from vcpo.learner.learner import Examination, Learner
 from vcpo.methods.spec import METHODS
@@ -21,6 +20,7 @@ from vcpo.models.loading import load_model
 from vcpo.observe.trajectories import SavedMinibatch, load_minibatch, saved_steps
 from vcpo.pipeline.checkpoint import find_damage, list_checkpoints, version_of
 from vcpo.pipeline.run_directory import RunDirectory
+from vcpo.pipeline.variants import changed, read_variants
 from vcpo.records import Trajectory
 from vcpo.report.replay import MethodReplay, Replay, TrajectoryPart, finite
 
@@ -102,16 +102,13 @@ def replay(
 
 def method_configs(config: RunConfig, names: Sequence[str], recipe: Path | None) -> dict[str, RunConfig]:
     """The run's configuration with each method or variant put in, by name, in order. Raises UserError."""
-    variants = config.compare.variants if recipe is None else _variants_of(recipe)
+    variants = config.compare.variants if recipe is None else read_variants(recipe)
     known: dict[str, dict[str, Any]] = {OWN: {}, **{name: {"method": name} for name in METHODS}, **variants}
     configs = {}
     for name in names or [OWN, *(variants if recipe is not None else ())]:
         if name not in known and ":" not in name:
             raise UserError(f"unknown method or variant {name!r}{suggest(name, known)}")
-        data = json.loads(json.dumps(config.to_plain()))
-        for key, value in known.get(name, {"method": name}).items():
-            set_dotted(data, key, value)
-        configs[name] = parse_config(data, source=f"variant {name!r}")
+        configs[name] = changed(config.to_plain(), known.get(name, {"method": name}), f"variant {name!r}")
     return configs
 
 
@@ -205,18 +202,6 @@ def _examine(
     learner = Learner(model, config.method_spec, config.training, temperature)
     learner.version = version
     return learner.examine(minibatch.groups, norms=True)
-
-
-def _variants_of(path: Path) -> dict[str, dict[str, Any]]:
-    data = read_recipe(path)
-    section = data.get("compare")
-    variants = section.get("variants") if isinstance(section, dict) else data
-    if not isinstance(variants, dict) or not variants or not all(isinstance(v, dict) for v in variants.values()):
-        raise UserError(
-            f"{str(path)!r} must be a recipe with compare.variants, or map names of variants to overrides, like"
-            " 'short: {method: tis, method.weight.cap: 2}'"
-        )
-    return {str(name): changes for name, changes in variants.items()}
 
 
 def _weights_of(directory: RunDirectory) -> dict[int, Weights]:

@@ -21,8 +21,8 @@ class RunResult:
     """One run of the comparison; ``None`` where it was not measured.
 
     final_accuracy, best_accuracy: over its evaluations. late_accuracy: what variants are ranked by (``late_accuracy``).
-    collapsed: see ``is_collapsed``. final_ess: mean over the last 10 steps. skipped_steps: steps without an update
-    because of non-finite numbers. seconds: wall time.
+    collapsed: see ``is_collapsed``. final_ess: mean over the last 10 steps. mean_lag: over all steps, in steps.
+    skipped_steps: steps without an update because of non-finite numbers. seconds: wall time.
     """
 
     variant: str
@@ -34,6 +34,7 @@ class RunResult:
     best_accuracy: float | None
     collapsed: bool | None
     final_ess: float | None
+    mean_lag: float | None
     skipped_steps: int
     seconds: float | None
 
@@ -67,6 +68,7 @@ def run_result(variant: str, seed: int, run_dir: Path, run: RunData) -> RunResul
     """The numbers of a run that has been loaded."""
     summary = run.summary
     ess = finite_values(run.train[-_LAST_STEPS:], "ess")
+    lags = finite_values(run.train, "lag_mean")
     accuracies = summary.eval_accuracies
     return RunResult(
         variant=variant,
@@ -78,6 +80,7 @@ def run_result(variant: str, seed: int, run_dir: Path, run: RunData) -> RunResul
         best_accuracy=summary.best_accuracy,
         collapsed=is_collapsed(accuracies),
         final_ess=statistics.fmean(ess) if ess else None,
+        mean_lag=statistics.fmean(lags) if lags else None,
         skipped_steps=summary.skipped,
         seconds=summary.seconds,
     )
