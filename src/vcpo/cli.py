@@ -245,6 +245,8 @@ def reproduce_paper(
 
     console, places = Console(), Places(recipes, runs, out)
     if not names:
+        if seeds or only_report or document is not None:
+            raise UserError("name figures or tables, or all (vcpo reproduce without anything lists them)")
         list_figures(places, console)
         return
     chosen_seeds = _parse_seeds(seeds) if seeds else None
