@@ -134,7 +134,10 @@ def _checked(key: str, hint: Any, value: Any) -> Any:
     try:
         return TypeAdapter(hint).validate_python(value, strict=strict)
     except ValidationError as error:
-        problem = error.errors()[0]["msg"].replace("Input should be", "must be")
+        first = error.errors()[0]
+        problem = first["msg"].replace("Input should be", "must be")
+        if first["type"] in ("missing", "too_long"):
+            problem = "must be a list of another length"
         raise ValueError(f"{key} = {value!r} {problem}") from None
 
 

@@ -166,6 +166,8 @@ def _waiting_for_baselines(config: RunConfig, sizes: ModelSizes) -> MemoryLine:
     sums = 4 * sizes.parameters * groups
     rows = _pass_tokens(config, sizes) * sizes.layers * _output_bytes(sizes, number_bytes(config.model))
     mode = "single" if config.model.gradient_checkpointing else config.training.gradient_norm_mode
+    if config.method.spec.opob_leave_one_out:
+        mode = "gram"
     if mode == "single" or (mode == "auto" and sums >= rows):
         words = f"4 P x {groups}: sums that lack a baseline, one per group in a pass"
         return MemoryLine("gradients for norms", sums, (_PASS,), words)
