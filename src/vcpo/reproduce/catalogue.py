@@ -197,7 +197,6 @@ FIGURES: tuple[Figure, ...] = (
             Claim("better", "VCPO is more accurate than each of the others", better_than("vcpo", *_RIVALS)),
         ),
         variants={"vcpo": _VCPO, **_RIVALS},
-        seeds=_THREE,
         panels=(_ACCURACY, _ESS),
     ),
     Figure(
@@ -209,7 +208,6 @@ FIGURES: tuple[Figure, ...] = (
             Claim("grpo", "GRPO without importance weights collapses", collapses("grpo")),
         ),
         variants={"vcpo": _VCPO, "rloo": {"method": "rloo"}, "grpo": {"method": "grpo"}},
-        seeds=_THREE,
         panels=(_ACCURACY, _ESS),
     ),
     Figure(
@@ -259,7 +257,6 @@ FIGURES: tuple[Figure, ...] = (
             Claim("better", "VCPO is more accurate than every one of them", better_than("vcpo", *_CORRECTIONS)),
         ),
         variants={"vcpo": _VCPO, **_CORRECTIONS},
-        seeds=_THREE,
         panels=(_ACCURACY, _ESS, _TRUNCATED, _GRADIENT),
     ),
     Figure(
