@@ -14,6 +14,7 @@ from vcpo.reproduce.claims import (
     better_than,
     both,
     collapses,
+    collapses_late,
     costs,
     grows_with_lag,
     out_of_reach,
@@ -95,6 +96,14 @@ def test_a_sweep_is_won_by_the_method_that_does_not_collapse_at_large_lags() -> 
     assert verdict(outlasts(good, bad), *stable, seeds("tis 32", [0.5])) is NO
     assert verdict(outlasts(bad, good), *stable, seeds("tis 32", [0.0], collapsed=1)) is NO
     assert verdict(outlasts(good, bad), *stable) is OPEN
+
+
+def test_a_collapse_while_the_sampler_is_frozen_is_told_from_one_by_the_lag() -> None:
+    rule = collapses_late({4: "tis 4", 16: "tis 16"})
+    early = seeds("tis 4", [0.0], collapsed=1, lag=4, collapse_step=2)  # below the lags that count
+    assert verdict(rule, early, seeds("tis 16", [0.0], collapsed=1, collapse_step=20)) is YES
+    assert verdict(rule, early, seeds("tis 16", [0.0], collapsed=1, collapse_step=10)) is NO
+    assert verdict(rule, early, seeds("tis 16", [0.5])) is OPEN
 
 
 def test_growth_with_the_lag_is_a_rank_correlation() -> None:

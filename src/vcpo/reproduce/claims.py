@@ -191,6 +191,20 @@ def outlasts(vcpo: Mapping[int, str], tis: Mapping[int, str], from_lag: int = 16
     return Rule(text, judge)
 
 
+def collapses_late(by_lag: Mapping[int, str], from_lag: int = 16) -> Rule:
+    """Collapses come after the first k steps, during which the sampler is a frozen copy of the start. lag -> variant."""
+
+    def judge(evidence: Evidence) -> Outcome:
+        runs = [r for k, name in by_lag.items() if k >= from_lag for r in _runs(evidence, name, 1) if r.collapsed]
+        if not runs:
+            return Outcome(Verdict.NOT_TESTABLE, "none of the runs collapsed")
+        late = [r for r in runs if r.collapse_step is not None and r.collapse_step > r.lag]
+        listed = ", ".join(f"k={r.lag}: step {r.collapse_step}" for r in runs)
+        return _decide(len(late) >= MOST * len(runs), f"{len(late)} of {len(runs)} collapsed runs ({listed})")
+
+    return Rule(f"at least {MOST:.0%} of TIS's collapses at k >= {from_lag} come after step k", judge)
+
+
 def grows_with_lag(by_lag: Mapping[int, str], what: str, value: Callable[[RunEvidence], float | None],
                    at_least: float = 0.9) -> Rule:  # fmt: skip
     """A quantity's rank correlation with the lag over the sweep."""
