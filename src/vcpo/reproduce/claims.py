@@ -192,7 +192,7 @@ def outlasts(vcpo: Mapping[int, str], tis: Mapping[int, str], from_lag: int = 16
 
 
 def collapses_late(by_lag: Mapping[int, str], from_lag: int = 16) -> Rule:
-    """Collapses come after the first k steps, during which the sampler is a frozen copy of the start. lag -> variant."""
+    """Collapses come after the first k steps, in which the sampler is a frozen copy of the start. lag -> variant."""
 
     def judge(evidence: Evidence) -> Outcome:
         runs = [r for k, name in by_lag.items() if k >= from_lag for r in _runs(evidence, name, 1) if r.collapsed]
