@@ -182,8 +182,6 @@ FIGURES: tuple[Figure, ...] = (
                   outlasts(_SWEEP["vcpo", "in_flight"], _SWEEP["tis", "in_flight"])),
             Claim("late", "TIS does not collapse already in the first k steps, whose sampler is frozen (fixed)",
                   collapses_late(_SWEEP["tis", "fixed"]), ours=True),
-            Claim("late-in-flight", "the same, in flight",
-                  collapses_late(_SWEEP["tis", "in_flight"]), ours=True),
             Claim("predict", "over all lags, a collapse shows in the median effective sample size",
                   predicts_collapse("median effective sample size", lambda r: r.ess_median), ours=True),
             Claim("scale", "VCPO stays stable on MATH-500 at every lag up to 128", out_of_reach("needs GPUs", MATH)),
