@@ -43,9 +43,9 @@ BASIC = {"sync": _SYNC, "tis": _TIS, "vcpo": _VCPO}
 _FALL = shows("tis", "ESS falls from 0.5 or more to below 0.1 within 10 steps, no later than the collapse",
               lambda r: r.ess_fall_steps is not None and r.ess_fall_steps <= 10,
               lambda r: r.ess_fall_steps, " steps")  # fmt: skip
-_RISE = shows("tis", "KL rises by two decades or more over its median before, no later than the collapse",
+RISE = shows("tis", "KL rises by two decades or more over its median before, no later than the collapse",
               lambda r: (r.kl_rise or 0.0) >= 2, lambda r: r.kl_rise, " decades")  # fmt: skip
-_SPIKE = shows("tis", "the gradient norm reaches 10 times its median before, no later than the collapse",
+SPIKE = shows("tis", "the gradient norm reaches 10 times its median before, no later than the collapse",
                lambda r: (r.grad_spike or 0.0) >= 10, lambda r: r.grad_spike, " times")  # fmt: skip
 _VANISH = shows("tis", "the gradient norm ends (median of 10 steps) below a thousandth of its median before",
                 lambda r: r.grad_end is not None and r.grad_end < 1e-3, lambda r: r.grad_end, " times")  # fmt: skip
@@ -101,7 +101,7 @@ FIGURES: tuple[Figure, ...] = (
                   out_of_reach("needs samplers and learners that work at the same time, and a 7B model", AIME)),
             Claim("match", "with a lag, VCPO is as accurate as synchronous training", as_good_as("vcpo", "sync")),
             Claim("collapse", "with the same lag, sequence TIS collapses and VCPO does not", rescues("tis", "vcpo")),
-            Claim("spike", "a brief spike of the gradient norm comes before the collapse", _SPIKE),
+            Claim("spike", "a brief spike of the gradient norm comes before the collapse", SPIKE),
         ),
         variants=BASIC,
         panels=(_ACCURACY, _GRADIENT),
@@ -112,8 +112,8 @@ FIGURES: tuple[Figure, ...] = (
         "Effective sample size, KL and gradient norm of a run that collapses (docs/methods.md).",
         (
             Claim("ess", "the effective sample size falls from 0.6 to under 0.1 within about 10 steps", _FALL),
-            Claim("kl", "KL(sampler, learner) rises by 2 to 3 decades", _RISE),
-            Claim("spike", "the gradient norm spikes to 10 to 100", _SPIKE),
+            Claim("kl", "KL(sampler, learner) rises by 2 to 3 decades", RISE),
+            Claim("spike", "the gradient norm spikes to 10 to 100", SPIKE),
             Claim("vanish", "then the gradient vanishes", _VANISH),
             Claim("predict", "collapse is reliably predicted by the effective sample size falling low",
                   predicts_collapse("smallest effective sample size", lambda r: r.ess_low)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from vcpo.report.comparison_figure import PANELS
-from vcpo.reproduce.catalogue import BASIC
+from vcpo.reproduce.catalogue import BASIC, RISE, SPIKE
 from vcpo.reproduce.claims import Claim, as_good_as, rescues
 from vcpo.reproduce.figure import Figure
 
@@ -18,6 +18,8 @@ def _regime(name: str, title: str, difference: str, recipe: str, **overrides: An
         (
             Claim("collapse", "with a lag, sequence TIS collapses and VCPO does not", rescues("tis", "vcpo")),
             Claim("match", "with a lag, VCPO matches synchronous training", as_good_as("vcpo", "sync")),
+            Claim("spike", "a spike of the gradient norm comes before TIS's collapse", SPIKE),
+            Claim("kl", "KL(sampler, learner) rises by 2 to 3 decades before TIS's collapse", RISE),
         ),
         recipe=recipe,
         variants={variant: {**changes, **overrides} for variant, changes in BASIC.items()},
