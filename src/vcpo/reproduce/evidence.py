@@ -65,8 +65,8 @@ class RunEvidence:
     seconds: float | None
 
     def to_plain(self) -> dict[str, Any]:
-        """As JSON holds it; numbers are rounded to what is meaningful."""
-        return {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in dataclasses.asdict(self).items()}
+        """As JSON holds it, in full precision: verdicts are computed again from it."""
+        return dataclasses.asdict(self)
 
 
 def measure(variant: str, seed: int, run: RunData) -> RunEvidence:
