@@ -243,6 +243,8 @@ FIGURES: tuple[Figure, ...] = (
                   better_than("vcpo", "tis lr/2", "tis lr/3", "tis lr/10")),
             Claim("same-baseline", "no fixed learning rate does as well, even with VCPO's baseline",
                   better_than("vcpo", "tis+opob lr/2", "tis+opob lr/3"), ours=True),
+            Claim("same-rate", "at half the rate, where nothing collapses, the step size rule does no harm",
+                  as_good_as("vcpo lr/2", "tis+opob lr/2"), ours=True),
         ),
         variants={
             "tis": _TIS,
@@ -252,6 +254,7 @@ FIGURES: tuple[Figure, ...] = (
             "tis+opob lr/2": {"method": "tis", "method.baseline": "opob", "training.learning_rate": 2e-4},
             "tis+opob lr/3": {"method": "tis", "method.baseline": "opob", "training.learning_rate": 1.33e-4},
             "vcpo": _VCPO,
+            "vcpo lr/2": {"method": "vcpo", "training.learning_rate": 2e-4},
         },
         panels=(_ACCURACY, _ESS, _KL, _GRADIENT),
     ),
