@@ -28,7 +28,6 @@ from vcpo.reproduce.figure import Figure, Sweep
 
 GSM8K, MATH, AIME = (f"recipes/{name}.yaml" for name in ("gsm8k/vcpo-k12", "math/vcpo-k10", "aime/vcpo-k2"))
 LAGS = (0, 2, 4, 8, 16, 32, 64, 128)
-_THREE = (1, 2, 3)
 
 _ACCURACY, _ESS, _KL, _GRADIENT = PANELS
 _SCALE = Panel("Step size factor", ("step_scale",), share=True)
@@ -137,7 +136,7 @@ FIGURES: tuple[Figure, ...] = (
                                  lambda r: None if r.ess_median is None else 1 - r.ess_median)),
         ),
         variants=_FIXED_VARIANTS,
-        seeds=_THREE,
+        seeds=(1, 2),
         sweep=Sweep(_lines("fixed"), ("weight_share", "ess_median")),
     ),
     Figure(
