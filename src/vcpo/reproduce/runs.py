@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vcpo.config import RunConfig, parse_config, read_recipe, set_dotted
+from vcpo.config import RunConfig, read_recipe
 from vcpo.errors import UserError
 from vcpo.observe.summary import read_sessions
 from vcpo.pipeline.compare import PlannedRun
 from vcpo.pipeline.run_directory import RunDirectory
+from vcpo.pipeline.variants import changed
 from vcpo.reproduce.figure import Figure
 
 _WITHOUT_EFFECT = ("output_dir", "checkpoint", "logging", "compare")
@@ -75,13 +76,11 @@ def plan_figures(figures: Sequence[Figure], seeds: Sequence[int] | None, recipes
             for seed in figure.seeds if seeds is None else seeds:
                 if figure.recipe not in bases:
                     bases[figure.recipe] = read_recipe(recipes / figure.recipe)
-                data = json.loads(json.dumps(bases[figure.recipe]))
-                for key, value in {**changes, "seed": seed}.items():
-                    set_dotted(data, key, value)
                 source = f"variant {name!r} of {figure.name}"
-                directory = store.locate(parse_config(data, source=source))
-                set_dotted(data, "output_dir", str(directory))
-                cells.append(Cell(figure.name, name, seed, PlannedRun(name, seed, directory, parse_config(data))))
+                chosen = {**changes, "seed": seed}
+                directory = store.locate(changed(bases[figure.recipe], chosen, source))
+                config = changed(bases[figure.recipe], {**chosen, "output_dir": str(directory)}, source)
+                cells.append(Cell(figure.name, name, seed, PlannedRun(name, seed, directory, config)))
     return cells
 
 
