@@ -256,8 +256,8 @@ class GradientAssembly:
         """(k,) what multiplies each token's gradient; the optimizer goes down, hence minus the objective."""
         minibatch = self._minibatch
         lengths_B = minibatch.trained_B[members]
-        advantages_k = minibatch.token_advantages()[minibatch.tokens_of(members)]
-        coefficients_k = weighing.outer_B.repeat_interleave(lengths_B) * weighing.inner_N * advantages_k
+        weights_k = weighing.outer_B.repeat_interleave(lengths_B) * weighing.inner_N
+        coefficients_k = weights_k * minibatch.token_advantages(members)
         if weighing.penalty_N is not None:
             coefficients_k = coefficients_k + weighing.penalty_N
         descending_k: Tensor = -minibatch.factors_B[members].repeat_interleave(lengths_B) * coefficients_k

@@ -67,14 +67,15 @@ class Measurements:
             minibatch.penalize(log_ratios_B)
         if self._spec.baseline == "token_optimal":
             minibatch.find_token_baselines(table[2])
-        of_scored_K = minibatch.scored_B.repeat_interleave(minibatch.trained_B)
+        scored = minibatch.scored_B.nonzero()[:, 0].tolist()
+        where = minibatch.tokens_of(scored)
         self._statistics = batch_statistics(
             self._spec,
             TokenRatios(
-                log_ratios_K[of_scored_K],
-                logprobs_K[of_scored_K],
-                minibatch.trained_B[minibatch.scored_B],
-                minibatch.token_advantages().sign()[of_scored_K],
+                log_ratios_K[where],
+                logprobs_K[where],
+                minibatch.trained_B[scored],
+                minibatch.token_advantages(scored).sign(),
             ),
         )
         return log_ratios_B
@@ -84,7 +85,7 @@ class Measurements:
         minibatch = self._minibatch
         where, lengths_B = minibatch.tokens_of(members), minibatch.trained_B[members]
         log_ratios_k = self._log_ratios(members, logprobs_k)
-        sign_k = minibatch.token_advantages().sign()[where]
+        sign_k = minibatch.token_advantages(members).sign()
         tokens = TokenRatios(log_ratios_k, logprobs_k.double().cpu(), lengths_B, sign_k)
         weighing = weigh(self._spec, tokens, self._statistics)
         self.token_log_ratios_K[where] = log_ratios_k

@@ -102,18 +102,22 @@ class Minibatch:
         With baselines per token: the mean over the trajectory's tokens.
         """
         if self.token_baselines_K is not None:
-            token_advantages_K = self.token_advantages()
+            token_advantages_K = self.token_advantages(range(len(self.trajectories)))
             return sum_by_trajectory(token_advantages_K, self.trained_B) / self.trained_B.clamp(min=1)
         advantages = (self.shaped_B - self.baselines_B) / self.scales_B
         return torch.where(self.judged_B & ~self.baselines_B.isnan(), advantages, 0.0)
 
-    def token_advantages(self) -> Tensor:
-        """(K,) the advantage of every trained token."""
+    def token_advantages(self, members: Sequence[int]) -> Tensor:
+        """(k,) the advantage of every trained token of some trajectories."""
+        chosen = list(members)
+        lengths_B = self.trained_B[chosen]
         if self.token_baselines_K is None:
-            return self.advantages().repeat_interleave(self.trained_B)
-        shaped_K, scales_K = (v.repeat_interleave(self.trained_B) for v in (self.shaped_B, self.scales_B))
-        advantages_K = (shaped_K - self.token_baselines_K) / scales_K
-        return torch.where(self.judged_B.repeat_interleave(self.trained_B), advantages_K, 0.0)
+            return self.advantages()[chosen].repeat_interleave(lengths_B)
+        shaped_k, scales_k, judged_k = (
+            v[chosen].repeat_interleave(lengths_B) for v in (self.shaped_B, self.scales_B, self.judged_B)
+        )
+        advantages_k = (shaped_k - self.token_baselines_K[self.tokens_of(chosen)]) / scales_k
+        return torch.where(judged_k, advantages_k, 0.0)
 
     def tokens_of(self, members: Sequence[int]) -> Tensor:
         """Where the trained tokens of some trajectories are among all of the minibatch."""

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from vcpo.methods.weights import check_band, outside
+from vcpo.methods.weights import beyond, check_band, outside
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -131,7 +131,7 @@ class TotalVariation(Mask):
 
     def drops(self, tokens: TokenRatios, statistic: float) -> Tensor:
         moved_N = tokens.logprobs_N.exp() - (tokens.logprobs_N - tokens.log_ratios_N).exp()
-        return ((tokens.sign_N > 0) & (moved_N > self.high)) | ((tokens.sign_N < 0) & (moved_N < -self.low))
+        return beyond(moved_N, tokens.sign_N, -self.low, self.high)
 
 
 @dataclass(frozen=True)
@@ -149,8 +149,7 @@ class LogClip(Mask):
         _check_distances(self.low, self.high)
 
     def drops(self, tokens: TokenRatios, statistic: float) -> Tensor:
-        log_ratios_N, sign_N = tokens.log_ratios_N, tokens.sign_N
-        return ((sign_N > 0) & (log_ratios_N > self.high)) | ((sign_N < 0) & (log_ratios_N < -self.low))
+        return beyond(tokens.log_ratios_N, tokens.sign_N, -self.low, self.high)
 
     def clamped(self, tokens: TokenRatios) -> Tensor:
         upper_N = tokens.log_ratios_N.clamp(max=self.high).where(tokens.sign_N > 0, tokens.log_ratios_N)

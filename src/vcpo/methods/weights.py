@@ -236,8 +236,13 @@ def outside(log_ratios: Tensor, low: float, high: float) -> Tensor:
     return (log_ratios < _log(low)) | (log_ratios > _log(high))
 
 
+def beyond(values: Tensor, sign: Tensor, low: float, high: float) -> Tensor:
+    """Whether a value is out on the side to which a step by its advantage moves it: above high, or below low."""
+    return ((sign > 0) & (values > high)) | ((sign < 0) & (values < low))
+
+
 def _clipped(log_ratios: Tensor, sign: Tensor, low: float, high: float) -> Tensor:
-    return ((sign > 0) & (log_ratios > math.log1p(high))) | ((sign < 0) & (log_ratios < _log(1 - low)))
+    return beyond(log_ratios, sign, _log(1 - low), math.log1p(high))
 
 
 def _dropped(log_weights: Tensor, drop: Tensor) -> Tensor:
