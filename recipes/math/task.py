@@ -21,8 +21,7 @@ from pydantic import Field
 
 from vcpo.errors import UserError
 from vcpo.records import Grade, Message, Problem
-from vcpo.tasks.data import DataOptions, DataProblems
-from vcpo.tasks.options import options_or_user_error
+from vcpo.tasks.data import DataOptions, DataTask
 from vcpo.tasks.rows import Table
 
 MAX_ANSWER = 300  # characters; the longest right answer of MATH-500 has 53
@@ -48,27 +47,19 @@ class MathOptions(DataOptions):
     )
 
 
-class MathTask:
+class MathTask(DataTask):
     """Reward 1 when the response's last box is the right answer, else 0.
 
     ``None`` (could not be scored) when the right answer itself cannot be parsed and the two texts differ.
     """
 
     Options = MathOptions
+    options: MathOptions
 
     def __init__(self, **options: Any) -> None:
         """Raises UserError when math-verify is not installed, and for wrong options or data."""
         _math_verify()
-        self.options = options_or_user_error(MathOptions, options)
-        self._problems = DataProblems(self.options, self._problem)
-
-    def train_problem(self, position: int, seed: int) -> Problem:
-        """Rows in an order shuffled anew in each epoch."""
-        return self._problems.train(position, seed)
-
-    def eval_problems(self, count: int) -> list[Problem]:
-        """The first rows of the evaluation data."""
-        return self._problems.eval(count)
+        super().__init__(**options)
 
     def grade(self, problems: Sequence[Problem], completions: Sequence[str]) -> list[Grade]:
         """Compare each response's last box with the right answer."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
 
 from vcpo.errors import UserError
 from vcpo.records import Problem
-from vcpo.tasks.options import TaskOptions
+from vcpo.tasks.options import TaskOptions, options_or_user_error
 from vcpo.tasks.rows import Table, read_dataset, read_file
 
 
@@ -58,6 +60,29 @@ class DataProblems:
                 " or set eval.eval_steps=0"
             )
         return self._eval[:count]
+
+
+class DataTask(ABC):
+    """Base of a task whose problems are data rows: what is left to it are its options, ``_problem`` and ``grade``."""
+
+    Options: ClassVar[type[DataOptions]]
+    options: DataOptions
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options_or_user_error(self.Options, options)
+        self._problems = DataProblems(self.options, self._problem)
+
+    def train_problem(self, position: int, seed: int) -> Problem:
+        """Rows in an order shuffled anew in each epoch."""
+        return self._problems.train(position, seed)
+
+    def eval_problems(self, count: int) -> list[Problem]:
+        """The first rows of the evaluation data."""
+        return self._problems.eval(count)
+
+    @abstractmethod
+    def _problem(self, table: Table, index: int) -> Problem:
+        """The problem of one row. Raises UserError for a row that cannot be one."""
 
 
 def _train_table(options: DataOptions) -> Table:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from pydantic import Field
 
 from vcpo.records import Grade, Problem
-from vcpo.tasks.data import DataOptions, DataProblems
-from vcpo.tasks.options import options_or_user_error
+from vcpo.tasks.data import DataOptions, DataTask
 from vcpo.tasks.rows import Table
 
 
@@ -22,7 +20,7 @@ class DatasetOptions(DataOptions):
     )
 
 
-class DatasetTask:
+class DatasetTask(DataTask):
     """Reward 1 when the response equals the answer (outer whitespace aside), else 0.
 
     Data without the answer column is for reward functions: responses then have no reward of the task (``None``).
@@ -30,18 +28,7 @@ class DatasetTask:
     """
 
     Options = DatasetOptions
-
-    def __init__(self, **options: Any) -> None:
-        self.options = options_or_user_error(DatasetOptions, options)
-        self._problems = DataProblems(self.options, self._problem)
-
-    def train_problem(self, position: int, seed: int) -> Problem:
-        """Rows in an order shuffled anew in each epoch."""
-        return self._problems.train(position, seed)
-
-    def eval_problems(self, count: int) -> list[Problem]:
-        """The first rows of the evaluation data."""
-        return self._problems.eval(count)
+    options: DatasetOptions
 
     def grade(self, problems: Sequence[Problem], completions: Sequence[str]) -> list[Grade]:
         """Exact match, where there is an answer."""

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from pydantic import Field
 
 from vcpo.records import Grade, Message, Problem
 from vcpo.tasks.answers import final_number, parse_number
-from vcpo.tasks.data import DataOptions, DataProblems
-from vcpo.tasks.options import options_or_user_error
+from vcpo.tasks.data import DataOptions, DataTask
 from vcpo.tasks.rows import Table
 
 GOLD_MARK = "####"
@@ -33,22 +31,11 @@ class GSM8KOptions(DataOptions):
     )
 
 
-class GSM8KTask:
+class GSM8KTask(DataTask):
     """Reward 1 when the response's number equals the right answer's, else 0 (see ``answers.final_number``)."""
 
     Options = GSM8KOptions
-
-    def __init__(self, **options: Any) -> None:
-        self.options = options_or_user_error(GSM8KOptions, options)
-        self._problems = DataProblems(self.options, self._problem)
-
-    def train_problem(self, position: int, seed: int) -> Problem:
-        """Rows in an order shuffled anew in each epoch."""
-        return self._problems.train(position, seed)
-
-    def eval_problems(self, count: int) -> list[Problem]:
-        """The first rows of the evaluation data."""
-        return self._problems.eval(count)
+    options: GSM8KOptions
 
     def grade(self, problems: Sequence[Problem], completions: Sequence[str]) -> list[Grade]:
         """Compare numbers as exact fractions: ``18``, ``$18.00`` and ``36/2`` are the same answer."""
