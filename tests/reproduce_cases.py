@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 from typing import Any
 
 from vcpo.reproduce.evidence import RunEvidence
@@ -26,3 +28,11 @@ def seeds(variant: str, late: list[float], collapsed: int = 0, **changes: Any) -
         evidence(variant, seed, late_accuracy=value, collapsed=seed <= collapsed, **changes)
         for seed, value in enumerate(late, 1)
     ]
+
+
+def read_results(path: Path) -> dict[str, list[RunEvidence]]:
+    """The evidence that ``write_figure`` kept, from which its tables and verdicts can be made again."""
+    results: dict[str, list[RunEvidence]] = {}
+    for row in json.loads(path.read_text(encoding="utf-8"))["runs"]:
+        results.setdefault(row["variant"], []).append(RunEvidence(**row))
+    return results

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from reproduce_cases import seeds
+from reproduce_cases import read_results, seeds
 from run_cases import tiny_data
 from vcpo.cli import app
 from vcpo.errors import UserError
@@ -22,7 +22,7 @@ from vcpo.reproduce.document import refresh
 from vcpo.reproduce.evidence import RunEvidence
 from vcpo.reproduce.figure import Figure
 from vcpo.reproduce.runs import RunStore, distinct, plan_figures
-from vcpo.reproduce.write import claims_table, read_results, results_table, write_figure
+from vcpo.reproduce.write import claims_table, results_table, write_figure
 
 RECIPES = Path("recipes/reproduce")
 RESULTS = Path("results/reproduction")

@@ -65,14 +65,6 @@ def write_figure(figure: Figure, runs: Mapping[str, Sequence[RunData]], results:
     return written
 
 
-def read_results(path: Path) -> dict[str, list[RunEvidence]]:
-    """The evidence that ``write_figure`` kept, from which its tables and verdicts can be made again."""
-    results: dict[str, list[RunEvidence]] = {}
-    for row in json.loads(path.read_text(encoding="utf-8"))["runs"]:
-        results.setdefault(row["variant"], []).append(RunEvidence(**row))
-    return results
-
-
 def results_table(results: Results) -> str:
     """One row per variant: seeds, late accuracy with its spread over seeds, collapses, and what goes with them."""
     head = (
