@@ -224,6 +224,30 @@ def show_ledger(
         print_ledger(summary, Console(), state or None)
 
 
+@app.command("timeline")
+@_answers_mistakes
+def show_timeline(
+    run: Annotated[Path, typer.Argument(help="A run directory with logging.timeline_steps, finished or running.")],
+    out: Annotated[Path | None, typer.Option(help="The trace file; RUN/timeline/trace.json if not given.")] = None,
+) -> None:
+    """Show where the time of a run went, and write it as a trace for ui.perfetto.dev or chrome://tracing."""
+    from vcpo.observe.timeline import DIRECTORY
+    from vcpo.observe.trace import read_trace
+    from vcpo.pipeline.run_directory import RunDirectory
+    from vcpo.report.timeline import print_timeline
+
+    directory, _ = RunDirectory.of_finished_or_running(run)
+    trace = read_trace(directory.path)
+    path = out or directory.path / DIRECTORY / "trace.json"
+    try:
+        path.write_text(json.dumps(trace.to_chrome()), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"the trace {str(path)!r} cannot be written: {error}") from None
+    console = Console()
+    print_timeline(trace, console)
+    console.print(f"trace: {path}", markup=False, soft_wrap=True)
+
+
 @app.command("reproduce")
 @_answers_mistakes
 def reproduce_paper(

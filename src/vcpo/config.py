@@ -265,6 +265,13 @@ class LocalRuntime(_PacedRuntime):
     samplers: PositiveInt = 1
     sampler_threads: PositiveInt = 1
     learner_threads: PositiveInt = 1
+    max_restarts: NonNegativeInt = Field(
+        4, description="samplers that may die in a row, without a finished response between, before the run ends"
+    )
+    hang_timeout: PositiveFloat = Field(
+        300.0,
+        description="seconds without a decoding step after which a sampler is replaced; also for loading its model",
+    )
 
 
 Runtime = Annotated[LockstepRuntime | LocalRuntime, Field(discriminator="name")]
@@ -297,6 +304,9 @@ class LoggingSection(Section):
     trajectory_steps: NonNegativeInt = Field(
         0,
         description="keep the minibatch of every so many steps for vcpo replay; those beside checkpoints always are",
+    )
+    timeline_steps: NonNegativeInt = Field(
+        0, description="record what every process does during the first so many steps, for vcpo timeline; 0: not at all"
     )
 
 

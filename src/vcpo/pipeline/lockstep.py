@@ -22,6 +22,7 @@ import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from vcpo.config import RunConfig
+from vcpo.observe.timeline import Timeline
 from vcpo.pipeline.pacer import Pacer
 from vcpo.pipeline.rollouts import Grader, GroupStarter, StartedGroup
 from vcpo.pipeline.snapshots import SnapshotRing
@@ -42,6 +43,7 @@ class LockstepRollouts:
         starter: GroupStarter,
         grader: Grader,
         snapshots: SnapshotRing,
+        timeline: Timeline | None = None,
     ) -> None:
         assert config.runtime.name == "lockstep"
         self._config = config
@@ -50,6 +52,7 @@ class LockstepRollouts:
         self._starter = starter
         self._grader = grader
         self.snapshots = snapshots
+        self._timeline = timeline or Timeline.off()
         self._engine = TorchEngine(
             copy.deepcopy(model),
             params,
@@ -66,11 +69,11 @@ class LockstepRollouts:
         fates = self._starter.fates
         started = self._starter.start(self._pacer.started_limit(step, self._config.training.max_steps))
         self._starter.finish(group.id for group in started)
-        with fates.failing("sampling", [group.id for group in started]):
+        with fates.failing("sampling", [group.id for group in started]), self._timeline.span("sampling"):
             members = self._sample_all(step, started)
         groups = []
         for group in started:
-            with fates.failing("grading", [group.id]):
+            with fates.failing("grading", [group.id]), self._timeline.span("grading"):
                 graded = self._grader.grade(group, members[group.id])
             fates.graded(graded)
             groups.append(graded)

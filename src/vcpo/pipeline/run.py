@@ -21,6 +21,7 @@ from vcpo.observe.logger import Kind, Logger
 from vcpo.observe.metrics import MetricsLog
 from vcpo.observe.progress import Progress
 from vcpo.observe.tensorboard import TensorBoardLogger
+from vcpo.observe.timeline import Timeline, clear_timeline
 from vcpo.observe.trajectories import TrajectoryLog
 from vcpo.observe.transcripts import TranscriptWriter
 from vcpo.pipeline.checkpoint import (
@@ -153,6 +154,11 @@ class _Run:
             directory.path, config.logging.transcript_steps, config.logging.transcripts_per_step
         )
         self.trajectories = TrajectoryLog(directory.path, config.logging.trajectory_steps, resume_step)
+        self.timeline = Timeline.off()
+        if config.logging.timeline_steps:
+            clear_timeline(directory.path)
+            last = self.learner.version + config.logging.timeline_steps
+            self.timeline = Timeline.open(directory.path, "learner", last)
 
     @property
     def failure(self) -> BaseException | None:
@@ -176,7 +182,8 @@ class _Run:
                 self.progress.note,
             )
         if self.is_new and config.warm_start.steps:
-            with self.progress.phase("warm start", config.warm_start.steps) as report:
+            steps = config.warm_start.steps
+            with self.timeline.span("warm start"), self.progress.phase("warm start", steps) as report:
                 warm_start(self.model, self.tokenizer, task, config, report, self.progress.note)
         ends = end_token_ids(self.model, self.tokenizer)
         evaluator = None
@@ -250,6 +257,7 @@ class _Run:
                 self.progress.note(f"the ledger could not be completed: {error}")  # what has been raised says more
             with contextlib.suppress(OSError, UserError, sqlite3.Error):
                 self.ledger.close()
+        self.timeline.close()
         for logger in self.loggers:
             with contextlib.suppress(OSError):  # a full disk has been reported by the write that met it
                 logger.close()
@@ -263,7 +271,7 @@ class _Run:
     def _make_rollouts(self, params: SamplingParams, starter: GroupStarter) -> Rollouts:
         if self.snapshots is not None:
             return LockstepRollouts(
-                self.config, self.model, params, self.tokenizer, starter, self.grader, self.snapshots
+                self.config, self.model, params, self.tokenizer, starter, self.grader, self.snapshots, self.timeline
             )
         return LocalRollouts(
             self.config, self.model, params, starter, self.grader, stop_requested=lambda: self.stop.requested
@@ -276,24 +284,26 @@ class _Run:
             ledger.check(data.next_group, data.done, starter.next_number, trained)
 
     def _step(self, rollouts: Rollouts, starter: GroupStarter, ledger: Ledger) -> None:
-        learner = self.learner
+        learner, timeline = self.learner, self.timeline
         begin = time.perf_counter()
         learner.damping = self.guard.damping(learner.version)
-        groups = rollouts.minibatch(learner.version)
+        with timeline.span("waiting for rollouts"):
+            groups = rollouts.minibatch(learner.version)
         sampled = time.perf_counter()
         numbers = [group.id for group in groups]
-        with ledger.fates.failing("the learner's step", numbers):
+        with ledger.fates.failing("the learner's step", numbers), timeline.span("training"):
             result = learner.step(groups)
         ledger.fates.trained(learner.version, numbers, result.skipped)
         rollouts.observe(result.metrics)
         with self._disk_errors_explained("alarms"):
             answer = self.guard.inspect(learner.version, groups, result)
         self._follow(answer, rollouts)
-        rollouts.publish(learner.version)
+        with timeline.span("publishing weights"):
+            rollouts.publish(learner.version)
         end = time.perf_counter()
         self.data = starter.progress
         self.rollouts_state = rollouts.state()
-        with self._disk_errors_explained("the ledger"):
+        with self._disk_errors_explained("the ledger"), timeline.span("ledger"):
             ledger.write()
         metrics = {
             **result.metrics,
@@ -308,11 +318,13 @@ class _Run:
         }
         if result.skipped:
             self.progress.note(f"step {learner.version} skipped: {result.skipped}")
-        self._log("train", metrics)
-        with self._disk_errors_explained("transcripts"):
-            self.transcripts.write(learner.version, groups, result, self._decode)
-        with self._disk_errors_explained("trajectories"):
-            self.trajectories.step_done(learner.version, groups)
+        with timeline.span("logging"):
+            self._log("train", metrics)
+            with self._disk_errors_explained("transcripts"):
+                self.transcripts.write(learner.version, groups, result, self._decode)
+            with self._disk_errors_explained("trajectories"):
+                self.trajectories.step_done(learner.version, groups)
+        timeline.step_is(learner.version)
 
     def _follow(self, answer: Answer | None, rollouts: Rollouts) -> None:
         """Do what the watchdog's alarm asks for, before the weights of this step are published."""
@@ -335,7 +347,7 @@ class _Run:
                 shutil.rmtree(path)
 
     def _evaluate(self, evaluator: Evaluator) -> None:
-        with self.progress.phase("evaluation", None) as phase:
+        with self.timeline.span("evaluation"), self.progress.phase("evaluation", None) as phase:
             result = evaluator.run(self.model, phase)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # the evaluation's key/value memory, which samplers on the same device may need
@@ -355,6 +367,10 @@ class _Run:
         return str(self.tokenizer.decode(ids, skip_special_tokens=False))
 
     def _save(self) -> None:
+        with self.timeline.span("checkpoint"):
+            self._save_now()
+
+    def _save_now(self) -> None:
         keep, spare = self.guard.to_keep(self.learner.version)
         numbers, tensors = self.learner.state()
         numbers = {"learner": numbers, **dataclasses.asdict(self.data), "rollouts": self.rollouts_state}
