@@ -22,7 +22,7 @@ from transformers import (
 from vcpo.errors import UserError
 from vcpo.models.attention import ATTENTION
 from vcpo.models.small import character_tokenizer
-from vcpo.records import GenerationRequest, SamplingParams, StopReason, Trajectory
+from vcpo.records import GenerationRequest, ResponsePrefix, SamplingParams, StopReason, Trajectory
 from vcpo.sampler.protocol import generate
 from vcpo.sampler.torch_engine import TorchEngine
 
@@ -394,3 +394,115 @@ def test_generate_reports_progress_and_wants_an_idle_engine() -> None:
     engine.submit(requests)
     with pytest.raises(RuntimeError, match="idle"):
         generate(engine, requests)
+
+
+def prefix_of(trajectory: Trajectory, length: int) -> ResponsePrefix:
+    """The first tokens of a response, as if it had been interrupted after them."""
+    return ResponsePrefix(
+        trajectory.response_ids_T[:length],
+        trajectory.mask_T[:length],
+        trajectory.logprobs_T[:length],
+        trajectory.versions_T[:length],
+        trajectory.start_version,
+    )
+
+
+def test_a_continued_response_is_what_it_would_have_been_without_the_break() -> None:
+    params = SamplingParams(max_tokens=24, stop_token_ids=(3,))
+    requests = make_requests([5, 1, 18, 9, 9, 70, 2])
+    whole = generate(engine_of(make(), params), requests)
+    cuts = [min(cut, len(t.response_ids_T) - 1) for cut, t in zip([1, 7, 0, 23, 12, 3, 5], whole, strict=True)]
+    continued = [
+        replace(r, prefix=prefix_of(t, cut)) for r, t, cut in zip(requests, whole, cuts, strict=True)
+    ]  # some from an empty prefix, some beside each other with prefixes of other lengths
+    engine = engine_of(make(), params, slots=3, version=4)
+    for t, before, cut in zip(generate(engine, continued), whole, cuts, strict=True):
+        assert_same([t], [before])
+        assert t.start_version == 0
+        assert t.versions_T.tolist() == [0] * cut + [4] * (len(t.versions_T) - cut)
+        assert t.logprobs_T[:cut].tolist() == before.logprobs_T[:cut].tolist()
+
+
+def test_given_tokens_are_attended_to_and_stay_as_they_were_given() -> None:
+    [request] = make_requests([6])
+    engine = engine_of(make(), SamplingParams(max_tokens=15))
+    [before] = generate(engine, [replace(request, prefix=None)])
+    prefix = prefix_of(before, 5)
+    mask = np.array([True, True, False, False, False])
+    given = replace(prefix, ids_T=np.array([*prefix.ids_T[:2], 20, 21, 22]), mask_T=mask, logprobs_T=np.zeros(5))
+    [after] = generate(engine, [replace(request, prefix=given)])
+    assert after.response_ids_T[:5].tolist() == given.ids_T.tolist()
+    assert after.mask_T.tolist() == [True, True, False, False, False, *[True] * 10]
+    np.testing.assert_allclose(after.logprobs_T[5:], plain_logprobs(make(attn="sdpa"), after)[5:], atol=1e-5)
+    # the slot's next response does not inherit the mask
+    [next_one] = generate(engine_of(make(), SamplingParams(max_tokens=15), slots=1), [request])
+    assert next_one.mask_T.all()
+
+
+def test_continuations_start_before_new_responses() -> None:
+    [first, second, third] = make_requests([4, 4, 4])
+    engine = engine_of(make(), SamplingParams(max_tokens=3), slots=1)
+    engine.submit([first, second])
+    [done] = [t for _ in range(3) for t in engine.step()]
+    engine.submit([replace(third, prefix=prefix_of(done, 2))])
+    assert engine.num_active == 2
+    assert [t.group_id for t in engine.step()] == [2]  # one token was left
+    assert [t.group_id for _ in range(3) for t in engine.step()] == [1]
+
+
+def test_stop_strings_are_looked_for_after_the_prefix_only() -> None:
+    tokenizer = character_tokenizer("01abcdefghijklmnopqrs", 100)
+    [request] = make_requests([3])
+    free = TorchEngine(make(), SamplingParams(max_tokens=30), 1, 100, tokenizer)
+    [whole] = generate(free, [request])
+    letters = tokenizer.decode(whole.response_ids_T)
+    # a string that occurs early, and again later if at all; the break is in the middle of its first occurrence
+    stop = letters[4:6]
+    stopping = TorchEngine(make(), SamplingParams(max_tokens=30, stop_strings=(stop,)), 1, 100, tokenizer)
+    for cut in (5, 6, 7):
+        [t] = generate(stopping, [replace(request, prefix=prefix_of(whole, cut))])
+        again = letters.find(stop, cut)
+        assert len(t.response_ids_T) == (30 if again < 0 else again + len(stop))
+        assert t.response_ids_T.tolist() == whole.response_ids_T[: len(t.response_ids_T)].tolist()
+
+
+@pytest.mark.parametrize(
+    ("length", "ids", "expected"),
+    [
+        (4, [2] * 4, "4 tokens cannot be continued within the limit of 4"),
+        (2, [2, 99], "outside the model's vocabulary"),
+    ],
+)
+def test_impossible_prefixes_are_refused(length: int, ids: list[int], expected: str) -> None:
+    [request] = make_requests([3])
+    prefix = ResponsePrefix(np.array(ids), np.ones(length, bool), np.zeros(length), np.zeros(length, int), 0)
+    engine = engine_of(make(), SamplingParams(max_tokens=4))
+    with pytest.raises(UserError, match=expected):
+        engine.submit([request, replace(request, index=1, prefix=prefix)])
+    assert engine.num_active == 0
+    with pytest.raises(ValueError, match="differ in length"):
+        engine.submit([replace(request, prefix=replace(prefix, mask_T=np.ones(1, bool)))])
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_continued_response_survives_a_change_of_weights(recompute: bool) -> None:
+    [request] = make_requests([6])
+    params = SamplingParams(max_tokens=12)
+    [old] = generate(engine_of(make(), params), [request])
+    engine = engine_of(make(seed=1), params, version=1)
+    engine.submit([replace(request, prefix=prefix_of(old, 5))])
+    for _ in range(3):
+        engine.step()
+    engine.load_weights(weights(2), 2, recompute_kv_cache=recompute)
+    finished: list[Trajectory] = []
+    while engine.num_active:
+        finished += engine.step()
+    assert finished[0].versions_T.tolist() == [0] * 5 + [1] * 3 + [2] * 4
+    # the whole prefix passes through the weights in force when the response is continued
+    np.testing.assert_allclose(
+        finished[0].logprobs_T[5:8], plain_logprobs(make(attn="sdpa", seed=1), finished[0])[5:8], atol=1e-5
+    )
+    if recompute:
+        np.testing.assert_allclose(
+            finished[0].logprobs_T[8:], plain_logprobs(make(attn="sdpa", seed=2), finished[0])[8:], atol=1e-5
+        )

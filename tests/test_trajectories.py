@@ -15,7 +15,7 @@ from run_cases import InterruptAfter, tiny_config
 from vcpo.errors import UserError
 from vcpo.observe.trajectories import TrajectoryLog, load_minibatch, save_minibatch, saved_steps
 from vcpo.pipeline.run import train
-from vcpo.records import Grade, Group, Problem, StopReason, Trajectory
+from vcpo.records import Grade, Group, Problem, StopReason, Trajectory, TurnRecord
 
 
 def trajectory(index: int, grade: Grade | None, length: int = 4, **changes: object) -> Trajectory:
@@ -43,7 +43,12 @@ GROUPS = [
         9,
         [
             trajectory(0, Grade(0.1, True, {"format": 1.0, "length": -math.inf})),
-            trajectory(1, Grade(None)),
+            trajectory(
+                1,
+                Grade(None),
+                turns=(TurnRecord(0, 1, 0.1, None, {"rows": 0.3}), TurnRecord(3, 4, reward=0.7)),
+                failure="no answer",
+            ),
             trajectory(2, None, length=0, stop_reason=StopReason.EOS),
             trajectory(3, Grade(math.nan)),
         ],

@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from vcpo.errors import UserError
-from vcpo.records import Grade, Group, Problem, StopReason, Trajectory
+from vcpo.records import Grade, Group, Problem, StopReason, Trajectory, TurnRecord
 
 DIRECTORY = "trajectories"
 
@@ -155,6 +155,7 @@ def _trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
         if not isinstance(value, np.ndarray):
             record[field.name] = value
     record["stop_reason"] = trajectory.stop_reason.value
+    record["turns"] = [dataclasses.asdict(turn) for turn in trajectory.turns]
     grade = trajectory.grade
     if grade is not None:
         record["grade"] = {
@@ -168,6 +169,7 @@ def _trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
 def _trajectory(record: dict[str, Any], arrays: dict[str, Any]) -> Trajectory:
     plain = {**record, **{name: array for name, array in arrays.items() if array is not None}}
     plain["stop_reason"] = StopReason(record["stop_reason"])
+    plain["turns"] = tuple(TurnRecord(**turn) for turn in record.get("turns", ()))
     grade = record["grade"]
     if grade is not None:
         reward = None if grade["reward"] is None else float(grade["reward"])

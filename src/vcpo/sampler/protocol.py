@@ -24,7 +24,7 @@ class Engine(Protocol):
         ...
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Queue requests; they start in this order as slots become free.
+        """Queue requests; they start in this order as slots become free, those that continue a response first.
 
         Raises UserError, and queues none of them, when a prompt with its response would not fit the length limits.
         """

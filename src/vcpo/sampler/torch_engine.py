@@ -1,8 +1,8 @@
 """The embedded engine: continuous batching over a slot cache, on any supported transformers model.
 
 Every step feeds the newest token of each occupied slot and draws the next one. A new request's prompt, all but its last
-token, is run through the model first; so is everything decoded so far when the cache is recomputed for new weights.
-One step is therefore the only place where tokens are drawn.
+token, is run through the model first; so is all of a response that is continued, and everything decoded so far when the
+cache is recomputed for new weights. One step is therefore the only place where tokens are drawn.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from vcpo.errors import UserError
 from vcpo.models.attention import ATTENTION
-from vcpo.records import GenerationRequest, SamplingParams, StopReason, Trajectory
+from vcpo.records import GenerationRequest, ResponsePrefix, SamplingParams, StopReason, Trajectory
 from vcpo.sampler.drawing import draw, uniforms
 from vcpo.sampler.kv_cache import SlotCache
 from vcpo.sampler.slots import SlotTable
@@ -69,6 +69,7 @@ class TorchEngine:
         self._table = SlotTable.empty(slots, params.max_tokens)
         self._slots = slots
         self._waiting: deque[GenerationRequest] = deque()
+        self._continued: deque[GenerationRequest] = deque()  # waiting as well; started before the others
         self._is_end_V = np.zeros(max([self._vocabulary, *(id + 1 for id in params.stop_token_ids)]), dtype=np.bool_)
         self._is_end_V[list(params.stop_token_ids)] = True
         self._stop_strings = None
@@ -83,13 +84,14 @@ class TorchEngine:
     @property
     def num_active(self) -> int:
         """See ``Engine``."""
-        return self._table.count + len(self._waiting)
+        return self._table.count + len(self._waiting) + len(self._continued)
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """See ``Engine``. Raises UserError also for an empty prompt and for ids outside the model's vocabulary."""
         for request in requests:
             self._check_request(request)
-        self._waiting.extend(requests)
+        self._continued.extend(request for request in requests if request.prefix is not None)
+        self._waiting.extend(request for request in requests if request.prefix is None)
 
     @torch.inference_mode()
     def step(self) -> list[Trajectory]:
@@ -121,11 +123,11 @@ class TorchEngine:
                 self._prefill(rows, [self._table.cached_tokens(row) for row in rows])
 
     def _refill(self) -> None:
-        number = min(self._slots - self._table.count, len(self._waiting))
+        number = min(self._slots - self._table.count, len(self._waiting) + len(self._continued))
         if number:
-            requests = [self._waiting.popleft() for _ in range(number)]
+            requests = [(self._continued or self._waiting).popleft() for _ in range(number)]
             rows = self._table.add(requests, self._version)
-            self._prefill(rows, [request.prompt_ids[:-1] for request in requests])
+            self._prefill(rows, [self._table.cached_tokens(row) for row in rows])
 
     def _prefill(self, rows: Sequence[int], sequences: Sequence[NDArray[np.int64]]) -> None:
         """Compute the cache of ``rows`` from their sequences; equal sequences once."""
@@ -181,7 +183,7 @@ class TorchEngine:
         stopped_B = np.zeros_like(done_B)
         if self._stop_strings is not None:
             for row in np.flatnonzero(~ended_B).tolist():
-                stopped_B[row] = self._stop_strings.completed(table.response(row).tolist())
+                stopped_B[row] = self._stop_strings.completed(table.drawn(row).tolist())
             done_B |= stopped_B
         rows = np.flatnonzero(done_B)
         if not len(rows):
@@ -224,23 +226,42 @@ class TorchEngine:
             parameter.copy_(tensors[name])
 
     def _check_request(self, request: GenerationRequest) -> None:
-        name, ids = f"group {request.group_id} response {request.index}", request.prompt_ids
+        name, ids = request.name, request.prompt_ids
         if not len(ids):
             raise UserError(f"{name}: the prompt has no tokens; a response needs at least one to follow")
-        if ids.min() < 0 or ids.max() >= self._vocabulary:
+        if self._is_foreign(ids):
             raise UserError(f"{name}: the prompt holds token ids outside the model's vocabulary of {self._vocabulary}")
+        if request.prefix is not None:
+            self._check_prefix(name, request.prefix)
         if len(ids) + self._params.max_tokens > self._max_length:
             raise UserError(
                 f"{name}: a prompt of {len(ids)} tokens and a response of up to {self._params.max_tokens} exceed the"
                 f" limit of {self._max_length} tokens; shorten the prompt or lower max_completion_length"
             )
 
+    def _check_prefix(self, name: str, prefix: ResponsePrefix) -> None:
+        length = len(prefix.ids_T)
+        if any(len(array) != length for array in (prefix.mask_T, prefix.logprobs_T, prefix.versions_T)):
+            raise ValueError(f"{name}: the arrays of the response to be continued differ in length")
+        if length >= self._params.max_tokens:
+            raise UserError(
+                f"{name}: a response of {length} tokens cannot be continued within the limit of"
+                f" {self._params.max_tokens}; raise max_completion_length"
+            )
+        if length and self._is_foreign(prefix.ids_T):
+            raise UserError(
+                f"{name}: the response holds token ids outside the model's vocabulary of {self._vocabulary}"
+            )
+
+    def _is_foreign(self, ids: NDArray[np.int64]) -> bool:
+        return bool(ids.min() < 0 or ids.max() >= self._vocabulary)
+
     def _check_finite(self, logprobs_B: NDArray[np.float32]) -> None:
         bad = np.flatnonzero(~np.isfinite(logprobs_B))
         if len(bad):
             request = self._table.requests_S[bad[0]]
             raise RuntimeError(
-                f"the model's logits are not finite: group {request.group_id} response {request.index}, token"
+                f"the model's logits are not finite: {request.name}, token"
                 f" {self._table.lengths_S[bad[0]]}, policy version {self._version} ({len(bad)} of"
                 f" {self._table.count} responses)"
             )
