@@ -12,7 +12,7 @@ from vcpo.config import RunConfig
 from vcpo.errors import UserError
 from vcpo.models.loading import end_token_ids, load_model
 from vcpo.pipeline.evaluate import EvalResult, Evaluator
-from vcpo.pipeline.rollouts import Grader
+from vcpo.pipeline.grading import Grader, InProcessGrading
 from vcpo.records import Grade, Problem
 from vcpo.tasks.registry import make_task
 
@@ -22,7 +22,7 @@ def evaluate(config: RunConfig, grader: Grader | None = None) -> EvalResult:
     model, tokenizer = load_model(config.model, config.seed)
     ends = end_token_ids(model, tokenizer)
     evaluator = Evaluator(
-        task, grader or Grader(task, None), tokenizer, config.eval, config.sampling, ends, config.seed
+        task, InProcessGrading(grader or Grader(task, None)), tokenizer, config.eval, config.sampling, ends, config.seed
     )
     first, second = evaluator.run(model), evaluator.run(model)
     assert [texts(g) for g in first.groups] == [texts(g) for g in second.groups]

@@ -14,8 +14,9 @@ from run_cases import assert_equal_weights, final_weights, timeless_metrics, tin
 from vcpo.config import RunConfig
 from vcpo.learner.learner import Learner
 from vcpo.models.loading import end_token_ids, load_model
+from vcpo.pipeline.grading import make_task_and_grading
 from vcpo.pipeline.lockstep import LockstepRollouts
-from vcpo.pipeline.rollouts import GroupStarter, make_task_and_grader
+from vcpo.pipeline.rollouts import GroupStarter
 from vcpo.pipeline.run import train
 from vcpo.pipeline.snapshots import SnapshotRing
 from vcpo.records import GenerationRequest, Grade, Group, SamplingParams, Trajectory
@@ -41,12 +42,12 @@ def test_the_same_configuration_gives_the_same_bits(tmp_path: Path, lag: str) ->
 def trajectories_by_step(config: RunConfig, steps: int) -> list[list[Trajectory]]:
     """What the runtime samples in each step, while the weights change by a known amount between steps."""
     model, tokenizer = load_model(config.model, config.seed)
-    task, grader = make_task_and_grader(config)
+    task, grading = make_task_and_grading(config)
     sampling, runtime = config.sampling, config.runtime
     prompts = PromptSource(task, tokenizer, config.seed, sampling.max_prompt_length, "skip")
     params = SamplingParams(max_tokens=sampling.max_completion_length)  # no end token: every length is the limit
     ring = SnapshotRing(runtime.max_staleness + 1)
-    rollouts = LockstepRollouts(config, model, params, tokenizer, GroupStarter(prompts), grader, ring)
+    rollouts = LockstepRollouts(config, model, params, tokenizer, GroupStarter(prompts), grading, ring)
     sampled = []
     for step in range(steps):
         rollouts.publish(step)

@@ -11,7 +11,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from vcpo.config import EvalSection, SamplingSection
 from vcpo.errors import UserError
-from vcpo.pipeline.rollouts import Grader, StartedGroup
+from vcpo.pipeline.grading import Grading
+from vcpo.pipeline.rollouts import StartedGroup
 from vcpo.records import Group, SamplingParams
 from vcpo.sampler.protocol import generate
 from vcpo.sampler.torch_engine import TorchEngine
@@ -36,14 +37,14 @@ class Evaluator:
     def __init__(
         self,
         task: Task,
-        grader: Grader,
+        grading: Grading,
         tokenizer: PreTrainedTokenizerBase,
         section: EvalSection,
         sampling: SamplingSection,
         stop_token_ids: Sequence[int],
         seed: int,
     ) -> None:
-        self._grader = grader
+        self._grading = grading
         self._tokenizer = tokenizer
         self._section = section
         self._sampling = sampling
@@ -83,9 +84,9 @@ class Evaluator:
         requests = [r for group in self._groups for r in group.requests(section.num_generations, self._seed)]
         trajectories = generate(engine, requests, progress)
         size = section.num_generations
-        groups = [
-            self._grader.grade(group, trajectories[i * size : (i + 1) * size]) for i, group in enumerate(self._groups)
-        ]
+        groups = self._grading.grade_all(
+            [(group, trajectories[i * size : (i + 1) * size]) for i, group in enumerate(self._groups)]
+        )
         return EvalResult(self._metrics(groups), groups)
 
     def _metrics(self, groups: list[Group]) -> dict[str, float]:

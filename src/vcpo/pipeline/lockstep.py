@@ -23,8 +23,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from vcpo.config import RunConfig
 from vcpo.observe.timeline import Timeline
+from vcpo.pipeline.grading import Grading
 from vcpo.pipeline.pacer import Pacer
-from vcpo.pipeline.rollouts import Grader, GroupStarter, StartedGroup
+from vcpo.pipeline.rollouts import GroupStarter, StartedGroup
 from vcpo.pipeline.snapshots import SnapshotRing
 from vcpo.pipeline.staleness_control import StalenessControl
 from vcpo.records import GenerationRequest, Group, SamplingParams, Trajectory
@@ -41,7 +42,7 @@ class LockstepRollouts:
         params: SamplingParams,
         tokenizer: PreTrainedTokenizerBase,
         starter: GroupStarter,
-        grader: Grader,
+        grading: Grading,
         snapshots: SnapshotRing,
         timeline: Timeline | None = None,
     ) -> None:
@@ -50,7 +51,7 @@ class LockstepRollouts:
         self._runtime = config.runtime
         self._learner_model = model
         self._starter = starter
-        self._grader = grader
+        self._grading = grading
         self.snapshots = snapshots
         self._timeline = timeline or Timeline.off()
         self._engine = TorchEngine(
@@ -72,11 +73,13 @@ class LockstepRollouts:
         with fates.failing("sampling", [group.id for group in started]), self._timeline.span("sampling"):
             members = self._sample_all(step, started)
         groups = []
-        for group in started:
-            with fates.failing("grading", [group.id]), self._timeline.span("grading"):
-                graded = self._grader.grade(group, members[group.id])
-            fates.graded(graded)
-            groups.append(graded)
+        with self._timeline.span("grading"):
+            futures = [self._grading.submit(group, members[group.id]) for group in started]
+            for group, future in zip(started, futures, strict=True):
+                with fates.failing("grading", [group.id]):
+                    graded = future.result()
+                fates.graded(graded)
+                groups.append(graded)
         return groups
 
     def _sample_all(self, step: int, started: list[StartedGroup]) -> dict[int, list[Trajectory]]:

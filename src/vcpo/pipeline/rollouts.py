@@ -1,22 +1,17 @@
-"""What the run loop asks of a runtime, and what both runtimes share: starting groups and grading them."""
+"""What the run loop asks of a runtime, and what both runtimes share: starting groups."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vcpo.config import RunConfig
-from vcpo.errors import UserError
 from vcpo.pipeline.fates import Fates
-from vcpo.records import GenerationRequest, Group, Problem, Trajectory
+from vcpo.records import GenerationRequest, Group, Problem
 from vcpo.tasks.prompts import PromptSource
-from vcpo.tasks.protocol import Task
-from vcpo.tasks.registry import make_task
-from vcpo.tasks.rewards import RewardFunctions
 
 
 class Stopped(Exception):
@@ -163,42 +158,3 @@ class GroupStarter:
     def progress(self) -> DataProgress:
         """What is done with by now."""
         return self._progress
-
-
-class Grader:
-    """The task's grades, and the user's reward functions on top of them."""
-
-    def __init__(self, task: Task, rewards: RewardFunctions | None) -> None:
-        self._task = task
-        self._rewards = rewards
-
-    def grade(self, started: StartedGroup, trajectories: Sequence[Trajectory]) -> Group:
-        """The finished group with a grade on every trajectory, members in order."""
-        members = sorted(trajectories, key=lambda t: t.index)
-        problems = [started.problem] * len(members)
-        completions = [t.text for t in members]
-        grades = self._task.grade(problems, completions)
-        if self._rewards is not None:
-            grades = self._rewards.apply(problems, completions, grades)
-        for trajectory, grade in zip(members, grades, strict=True):
-            trajectory.grade = grade
-        return Group(started.id, started.problem, started.next_position, members)
-
-
-def make_task_and_grader(config: RunConfig) -> tuple[Task, Grader]:
-    """The task with its data read, and its grader with the reward functions loaded.
-
-    Raises UserError for whatever is wrong with the data or the functions, also when nothing would give a reward.
-    """
-    task = make_task(config.task.name, config.task.params)
-    reward = config.reward
-    if reward.reward_funcs:
-        return task, Grader(task, RewardFunctions(reward.reward_funcs, reward.reward_weights))
-    if config.task.name == "dataset":
-        first = task.train_problem(0, config.seed)
-        if task.grade([first], [""])[0].reward is None:
-            raise UserError(
-                f"task 'dataset' has no answers to grade with (row {first.id}): name the column in task.answer_column,"
-                " or give reward functions in reward.reward_funcs"
-            )
-    return task, Grader(task, None)

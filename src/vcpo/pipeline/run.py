@@ -35,12 +35,13 @@ from vcpo.pipeline.checkpoint import (
     version_of,
 )
 from vcpo.pipeline.evaluate import Evaluator
+from vcpo.pipeline.grading import Grading, make_task_and_grading
 from vcpo.pipeline.guard import Answer, Guard
 from vcpo.pipeline.interrupt import StopRequest
 from vcpo.pipeline.ledger import Ledger, LedgerMismatch
 from vcpo.pipeline.local import LocalRollouts
 from vcpo.pipeline.lockstep import LockstepRollouts
-from vcpo.pipeline.rollouts import DataProgress, Grader, GroupStarter, Rollouts, Stopped, make_task_and_grader
+from vcpo.pipeline.rollouts import DataProgress, GroupStarter, Rollouts, Stopped
 from vcpo.pipeline.run_directory import Mode, RunDirectory
 from vcpo.pipeline.snapshots import SnapshotRing, assign
 from vcpo.pipeline.warm_start import warm_start
@@ -56,12 +57,12 @@ def train(config: RunConfig, mode: Mode = "new", make_report: bool = True, progr
     watchdog ends the run (the state is then saved), and otherwise whatever went wrong, in whichever process.
     """
     # data and reward functions are read before anything is created or loaded
-    task, grader = make_task_and_grader(config)
+    task, grading = make_task_and_grading(config)
     if config.eval.eval_steps:
         task.eval_problems(1)  # its UserError about missing evaluation data belongs here, too
     progress = progress or Progress(config.training.max_steps)
     with progress, StopRequest(progress.note) as stop:
-        run = _Run(config, grader, progress, stop, mode)
+        run = _Run(config, grading, progress, stop, mode)
         directory = run.directory
         with disk_errors_explained(f"the record of this run in {str(directory.path)!r}", "free space and start again"):
             directory.record_start(run.learner.version if mode == "resume" else None)
@@ -100,14 +101,14 @@ class _Run:
     def __init__(
         self,
         config: RunConfig,
-        grader: Grader,
+        grading: Grading,
         progress: Progress,
         stop: StopRequest,
         mode: Mode,
     ) -> None:
         self.config = config
         self.directory = directory = RunDirectory.check(config, mode)
-        self.grader = grader
+        self.grading = grading
         self.progress = progress
         self.stop = stop
         self.guard = Guard(config, directory, progress.note)
@@ -188,7 +189,7 @@ class _Run:
         ends = end_token_ids(self.model, self.tokenizer)
         evaluator = None
         if config.eval.eval_steps:
-            evaluator = Evaluator(task, self.grader, self.tokenizer, config.eval, config.sampling, ends, config.seed)
+            evaluator = Evaluator(task, self.grading, self.tokenizer, config.eval, config.sampling, ends, config.seed)
         sampling = config.sampling
         params = SamplingParams(
             max_tokens=sampling.max_completion_length,
@@ -271,10 +272,17 @@ class _Run:
     def _make_rollouts(self, params: SamplingParams, starter: GroupStarter) -> Rollouts:
         if self.snapshots is not None:
             return LockstepRollouts(
-                self.config, self.model, params, self.tokenizer, starter, self.grader, self.snapshots, self.timeline
+                self.config, self.model, params, self.tokenizer, starter, self.grading, self.snapshots, self.timeline
             )
         return LocalRollouts(
-            self.config, self.model, params, starter, self.grader, stop_requested=lambda: self.stop.requested
+            self.config,
+            self.model,
+            params,
+            starter,
+            self.grading,
+            stop_requested=lambda: self.stop.requested,
+            note=self.progress.note,
+            timeline=self.timeline,
         )
 
     def _check(self, ledger: Ledger, starter: GroupStarter) -> None:

@@ -17,7 +17,7 @@ from vcpo.models.loading import end_token_ids, load_model
 from vcpo.observe.environment import environment
 from vcpo.observe.progress import Progress
 from vcpo.pipeline.evaluate import EvalResult, Evaluator
-from vcpo.pipeline.rollouts import make_task_and_grader
+from vcpo.pipeline.grading import make_task_and_grading
 
 
 def evaluate_model(config: RunConfig, name: str, out: Path | None) -> EvalResult:
@@ -30,11 +30,11 @@ def evaluate_model(config: RunConfig, name: str, out: Path | None) -> EvalResult
             out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"--out {str(out)!r} cannot be written: {error}") from None
-    task, grader = make_task_and_grader(config)
+    task, grading = make_task_and_grading(config)
     model, tokenizer = load_model(config.model, config.seed)
     model.requires_grad_(False)
     ends = end_token_ids(model, tokenizer)
-    evaluator = Evaluator(task, grader, tokenizer, config.eval, config.sampling, ends, config.seed)
+    evaluator = Evaluator(task, grading, tokenizer, config.eval, config.sampling, ends, config.seed)
     with Progress(0) as progress, progress.phase("evaluation") as phase:
         result = evaluator.run(model, phase)
     table = Table(title=Text(f"{name} on {config.task.name}"), show_header=False)
