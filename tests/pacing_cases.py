@@ -144,7 +144,9 @@ class VirtualRun:
         self.starter.finish(drops)
         if drops:
             self._start()
-        chosen = self.pool.choose(self._version, [group for group in waiting if group.id not in drops])
+        chosen = self.pool.choose(
+            [group for group in waiting if group.id not in drops], [*self._queue, *self._decoding]
+        )
         if chosen is None:
             return None
         groups = [self._waiting.pop(number) for number in chosen]

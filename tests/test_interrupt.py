@@ -111,8 +111,14 @@ def test_samplers_end_by_themselves_when_the_main_process_is_killed(tmp_path: Pa
     assert RunDirectory(tmp_path / "run").sessions()[-1].get("outcome") is None
 
 
-def test_a_killed_sampler_ends_the_run_naming_the_process(tmp_path: Path) -> None:
-    recipe = tiny_recipe(tmp_path / "r.yaml", "training.max_steps=100000", "runtime=local", "runtime.samplers=2")
+def test_where_none_may_be_replaced_a_killed_sampler_ends_the_run_naming_the_process(tmp_path: Path) -> None:
+    recipe = tiny_recipe(
+        tmp_path / "r.yaml",
+        "training.max_steps=100000",
+        "runtime=local",
+        "runtime.samplers=2",
+        "runtime.max_restarts=0",
+    )
     process = start_vcpo("train", recipe, cwd=tmp_path)
     wait_until(has_steps(tmp_path / "run", 2), START, "two steps", process)
     first, second = samplers_of(process)

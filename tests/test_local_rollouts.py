@@ -15,8 +15,10 @@ import torch
 
 from vcpo.config import RunConfig, parse_config
 from vcpo.models.loading import end_token_ids, load_model
-from vcpo.pipeline.local import LocalRollouts, SamplerDied
-from vcpo.pipeline.rollouts import Grader, GroupStarter, response_seed
+from vcpo.pipeline.grading import Grader, InProcessGrading
+from vcpo.pipeline.local import LocalRollouts
+from vcpo.pipeline.rollouts import GroupStarter, response_seed
+from vcpo.pipeline.supervision import SamplerDied
 from vcpo.records import Grade, Problem, SamplingParams
 from vcpo.tasks.prompts import PromptSource
 from vcpo.tasks.registry import make_task
@@ -59,13 +61,17 @@ class FailingTask:
 
 
 @contextmanager
-def rollouts_of(config: RunConfig, task: Any = None) -> Iterator[tuple[LocalRollouts, torch.nn.Module]]:
+def rollouts_of(
+    config: RunConfig, task: Any = None, notes: list[str] | None = None, prompts: type[PromptSource] = PromptSource
+) -> Iterator[tuple[LocalRollouts, torch.nn.Module]]:
     task = task or make_task("sort", {"digits": 4})
     model, tokenizer = load_model(config.model, config.seed)
     sampling = config.sampling
     params = SamplingParams(max_tokens=sampling.max_completion_length, stop_token_ids=end_token_ids(model, tokenizer))
-    prompts = PromptSource(task, tokenizer, config.seed, sampling.max_prompt_length, "skip")
-    rollouts = LocalRollouts(config, model, params, GroupStarter(prompts), Grader(task, None))
+    source = prompts(task, tokenizer, config.seed, sampling.max_prompt_length, "skip")
+    grading = InProcessGrading(Grader(task, None))
+    said = [] if notes is None else notes
+    rollouts = LocalRollouts(config, model, params, GroupStarter(source), grading, note=said.append)
     try:
         yield rollouts, model
     finally:
@@ -193,32 +199,105 @@ def test_samplers_use_the_weights_that_were_published() -> None:
                 assert t.logprobs_T == pytest.approx(-torch.tensor(float(vocabulary)).log().item(), abs=1e-6)
 
 
-def test_a_killed_sampler_ends_the_run_within_seconds_naming_the_process() -> None:
-    with rollouts_of(config_with()) as (rollouts, _):
+class Deadly:
+    """A prompt that ends the process that receives it."""
+
+    def __reduce__(self) -> tuple[Any, tuple[int]]:
+        return os._exit, (3,)
+
+
+class DeadlyFourthPrompt(PromptSource):
+    def next(self) -> Any:
+        problem, prompt_ids, next_position = super().next()
+        return problem, Deadly() if next_position == 4 else prompt_ids, next_position
+
+
+def take(rollouts: LocalRollouts, steps: range) -> list[int]:
+    """Publish and take minibatches as a learner that changes nothing; the groups in the order of training."""
+    trained = []
+    for step in steps:
+        rollouts.publish(step)
+        for group in rollouts.minibatch(step):
+            assert [t.index for t in group.trajectories] == [0, 1]
+            assert all(step - 2 <= t.start_version <= step for t in group.trajectories)
+            trained.append(group.id)
+    return trained
+
+
+def test_every_version_is_proven_by_its_checksum() -> None:
+    with rollouts_of(config_with(max_staleness=0)) as (rollouts, _):
+        for step in range(3):
+            take(rollouts, range(step, step + 1))
+            assert rollouts.metrics()["served_version"] == step
+
+
+def test_weights_that_were_not_swapped_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    with rollouts_of(config_with(max_restarts=0)) as (rollouts, _):
+        monkeypatch.setattr("vcpo.pipeline.shared_weights.weights_checksum", lambda parameters: 1)
         rollouts.publish(0)
-        rollouts.minibatch(0)
-        (pid,) = sampler_pids()
+        with pytest.raises((SamplerDied, KeyboardInterrupt)):
+            rollouts.minibatch(0)
+        assert "the engine's weights are not those of version 0: checksums differ" in str(rollouts.failure)
+
+
+@pytest.mark.parametrize("samplers", [1, 2])
+def test_a_killed_sampler_is_replaced_and_nothing_is_lost(samplers: int) -> None:
+    notes: list[str] = []
+    with rollouts_of(config_with(samplers=samplers), notes=notes) as (rollouts, _):
+        trained = take(rollouts, range(2))
+        pid = rollouts._samplers[0].process.pid
+        assert pid is not None
         os.kill(pid, signal.SIGKILL)
-        killed = time.monotonic()
-        with pytest.raises((SamplerDied, KeyboardInterrupt)):  # interrupts the main thread, wherever it is
-            go_on(rollouts, range(1, 50))
-        assert time.monotonic() - killed < SECONDS
-        assert isinstance(rollouts.failure, SamplerDied)
-        assert str(pid) in str(rollouts.failure)
-        assert "exit code -9" in str(rollouts.failure)
+        trained += take(rollouts, range(2, 20))
+        with rollouts._changed:
+            assert rollouts._changed.wait_for(lambda: rollouts.metrics()["sampler_restarts"] == 1, timeout=30)
+        assert trained == list(range(40))
+        assert rollouts.metrics()["failed_groups"] == 0
+    assert f"sampler 0 (pid {pid}) died with exit code -9 (killed; out of memory?); it was started again" in notes[0]
 
 
-def test_an_exception_in_a_sampler_arrives_with_its_own_message() -> None:
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="needs POSIX signals")
+def test_a_sampler_that_hangs_is_killed_and_replaced() -> None:
+    notes: list[str] = []
+    with rollouts_of(config_with(hang_timeout=1.0, max_restarts=50), notes=notes) as (rollouts, _):
+        trained = take(rollouts, range(1))
+        pid = rollouts._samplers[0].process.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        trained += take(rollouts, range(1, 10))
+        assert trained == list(range(20))
+    assert f"sampler 0 (pid {pid}) hung: it made no decoding step for 1 s (runtime.hang_timeout)" in notes[0]
+
+
+def test_a_prompt_that_kills_its_sampler_is_isolated_after_three_tries_and_replaced() -> None:
+    notes: list[str] = []
+    with rollouts_of(config_with(), notes=notes, prompts=DeadlyFourthPrompt) as (rollouts, _):
+        trained = take(rollouts, range(6))
+        assert trained == [0, 1, 2, *range(4, 13)]
+        metrics = rollouts.metrics()
+        assert (metrics["failed_groups"], metrics["sampler_restarts"]) == (1, 3)
+        fates = rollouts._starter.fates.take()
+        assert fates[3].state == "failed"
+        assert fates[3].reason is not None
+        assert fates[3].reason.startswith("its sampler died with it 3 times, the last time alone: sampler 0 (pid")
+        assert rollouts._starter.progress.next_group == 13
+    assert any(note.startswith("group 3 was given up") for note in notes)
+
+
+def test_a_sampler_that_always_dies_ends_the_run_with_its_own_error() -> None:
     """NaN weights make the engine refuse to sample; its exception must come back, not a hang."""
-    with rollouts_of(config_with()) as (rollouts, model):
+    notes: list[str] = []
+    with rollouts_of(config_with(max_restarts=1), notes=notes) as (rollouts, model):
         with torch.no_grad():
             next(model.parameters()).fill_(float("nan"))
         rollouts.publish(0)
         with pytest.raises((SamplerDied, KeyboardInterrupt)):
             rollouts.minibatch(0)
         assert isinstance(rollouts.failure, SamplerDied)
-        assert "RuntimeError" in str(rollouts.failure)
+        assert "RuntimeError: the model's logits are not finite" in str(rollouts.failure)
         assert "sampler 0 (pid" in str(rollouts.failure)
+    assert len(notes) == 1  # of the first death
+    assert "RuntimeError: the model's logits are not finite" in notes[0]
 
 
 def test_an_exception_in_a_grader_is_raised_as_it_is() -> None:

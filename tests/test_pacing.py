@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -169,7 +170,23 @@ def test_a_lowered_limit_stops_starts_but_drops_nothing_where_pacing_is_bounded(
     assert pool.started_limit(version=3, limit=4) == 16
     assert pool.started_limit(version=4, limit=1) == 12  # fewer than have started: none starts
     assert pool.drops(4, 0, [finished_group(8, [0]), finished_group(9, [0])]) == {}
-    assert pool.choose(4, [finished_group(9, [0]), finished_group(8, [0])]) == [8, 9]
+    assert pool.choose([finished_group(9, [0]), finished_group(8, [0])], [10, 11]) == [8, 9]
+
+
+def test_bounded_pacing_waits_for_the_lowest_numbers_and_passes_over_what_was_given_up() -> None:
+    pool = GroupPool(make_policy(pacing_of("bounded"), 2, lambda groups: []), 2, 10)
+    eight, nine, ten = (finished_group(number, [0]) for number in (8, 9, 10))
+    assert pool.choose([nine, ten], [8, 11]) is None
+    assert pool.choose([nine], []) is None
+    assert pool.choose([ten, nine, eight], [11]) == [8, 9]
+    before = pool.started_limit(version=4, limit=1)
+    pool.lost(1)  # group 8
+    assert pool.choose([ten, nine], [11]) == [9, 10]
+    assert pool.started_limit(version=4, limit=1) == before + 1
+    assert pool.metrics()["failed_groups"] == 1
+    continued = GroupPool(make_policy(pacing_of("bounded"), 2, lambda groups: []), 2, 10)
+    continued.load_state(json.loads(json.dumps(pool.state())))
+    assert continued.started_limit(version=4, limit=1) == before + 1
 
 
 def test_the_first_look_of_every_step_counts_what_is_waiting() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from vcpo.errors import UserError
-from vcpo.pipeline.shared_weights import SharedWeights
+from vcpo.pipeline.shared_weights import SharedWeights, weights_checksum
 
 CONTEXT = multiprocessing.get_context("spawn")
 DESCRIPTORS = Path("/proc/self/fd")
@@ -30,8 +30,10 @@ def empty_copies(model: nn.Module) -> dict[str, Tensor]:
 
 
 def read_and_answer(weights: SharedWeights, into: dict[str, Tensor], pipe: Connection) -> None:
-    version = weights.read(into)
-    pipe.send((version, {name: tensor.float().tolist() for name, tensor in into.items()}))
+    version, checksum = weights.read(into)
+    pipe.send(
+        (version, checksum, weights_checksum(into), {name: tensor.float().tolist() for name, tensor in into.items()})
+    )
 
 
 def test_another_process_reads_what_was_published() -> None:
@@ -41,9 +43,10 @@ def test_another_process_reads_what_was_published() -> None:
     ours, theirs = CONTEXT.Pipe()
     process = CONTEXT.Process(target=read_and_answer, args=(weights, empty_copies(model), theirs))
     process.start()
-    version, values = ours.recv()
+    version, published, read, values = ours.recv()
     process.join()
     assert version == 7
+    assert published == read == weights_checksum(dict(model.named_parameters()))
     assert values == {name: p.tolist() for name, p in model.named_parameters()}
 
 
@@ -56,7 +59,7 @@ def test_the_newest_version_is_read() -> None:
                 parameter.fill_(version)
         weights.publish(model, version)
     copies = empty_copies(model)
-    assert weights.read(copies) == 2
+    assert weights.read(copies)[0] == 2
     assert all(bool((tensor == 2).all()) for tensor in copies.values())
 
 
@@ -66,6 +69,18 @@ def test_versions_must_follow_each_other() -> None:
     weights.publish(model, 3)
     with pytest.raises(ValueError, match="version 5 published after 3"):
         weights.publish(model, 5)
+
+
+def test_the_checksum_tells_old_torn_missing_and_exchanged_weights() -> None:
+    parameters = {name: p.detach().clone() for name, p in make_model(3).named_parameters()}
+    right = weights_checksum(parameters)
+    assert weights_checksum(dict(reversed(list(parameters.items())))) == right
+    for name, tensor in parameters.items():
+        changed = tensor.clone()
+        changed.view(-1).view(torch.uint8)[0] ^= 1  # one bit of one number
+        assert weights_checksum({**parameters, name: changed}) != right
+    exchanged = {**parameters, "0.weight": parameters["1.weight"], "1.weight": parameters["0.weight"]}
+    assert weights_checksum(exchanged) != right
 
 
 @pytest.mark.skipif(not DESCRIPTORS.is_dir(), reason="needs /proc")

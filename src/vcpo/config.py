@@ -269,9 +269,9 @@ class LocalRuntime(_PacedRuntime):
         4, description="samplers that may die in a row, without a finished response between, before the run ends"
     )
     hang_timeout: PositiveFloat = Field(
-        300.0,
-        description="seconds without a decoding step after which a sampler is replaced; also for loading its model",
+        120.0, description="seconds without a decoding step after which a sampler with work to do is replaced"
     )
+    start_timeout: PositiveFloat = Field(900.0, description="seconds that a sampler may take to load its model")
 
 
 Runtime = Annotated[LockstepRuntime | LocalRuntime, Field(discriminator="name")]

@@ -55,7 +55,7 @@ class Timeline:
     def __init__(self, path: Path | None, last_step: int) -> None:
         """path: appended to; ``None`` records nothing. last_step: the record ends when this step is reached."""
         self._path = path
-        self._last_step = last_step
+        self.last_step = last_step
         self._events: list[dict[str, Any]] = []
         self._merged: dict[int, _Merged] = {}  # by thread
         self._threads: set[int] = set()
@@ -131,7 +131,7 @@ class Timeline:
             return
         now = time.monotonic_ns()
         self._append(threading.get_native_id(), STEP, f"step {step}", now, now, {"step": step})
-        if step >= self._last_step:
+        if step >= self.last_step:
             self.close()
 
     def close(self) -> None:

@@ -24,7 +24,7 @@ LOST = "its record was lost with an earlier ledger"
 
 _COLUMNS = 13
 _MOST_VALUES = 32_766  # SQLite's own default
-_DONE_WITH = (State.TRAINED, State.FILTERED, State.UNRECORDED)
+_DONE_WITH = (State.TRAINED, State.FILTERED, State.FAILED, State.UNRECORDED)
 _OS_ERRORS = {
     sqlite3.SQLITE_FULL: errno.ENOSPC,
     sqlite3.SQLITE_IOERR: errno.EIO,

@@ -1,45 +1,49 @@
 """The local runtime: sampler processes beside the learner, real asynchrony on one machine.
 
 The learner's process holds the optimizer, starts groups as far as the pacer allows, and has one collector thread that
-receives finished trajectories, assembles and grades groups, and watches the samplers. Which of the finished groups
+receives finished trajectories, hands whole groups to the graders, and watches the samplers. Which of the finished groups
 make the next minibatch, and whether any are dropped, is the pacing policy's to say (``vcpo.pipeline.pacing``).
+
+A sampler that dies or hangs is replaced while the others go on, and what it held is tried again
+(``vcpo.pipeline.assignment``). A group that has to be given up is replaced by another one, as a dropped group is.
 """
 
 from __future__ import annotations
 
 import _thread
 import atexit
-import contextlib
 import multiprocessing
-import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from multiprocessing import resource_tracker
-from multiprocessing.connection import Connection, wait
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from multiprocessing.connection import wait
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from vcpo.config import RunConfig
-from vcpo.errors import UserError
-from vcpo.pipeline.interrupt import ENDING_SIGNALS
+from vcpo.observe.timeline import Timeline
+from vcpo.pipeline.assignment import TRIES, Assignment
+from vcpo.pipeline.grading import Grading
 from vcpo.pipeline.pacing import GroupPool, make_policy
 from vcpo.pipeline.prefix_forgetting import PrefixForgetting
-from vcpo.pipeline.rollouts import Grader, GroupStarter, StartedGroup, Stopped
-from vcpo.pipeline.sampler_process import Failure, run_sampler
+from vcpo.pipeline.rollouts import GroupStarter, StartedGroup, Stopped
+from vcpo.pipeline.sampler_process import Ready, Served
 from vcpo.pipeline.shared_weights import SharedWeights
 from vcpo.pipeline.staleness_control import StalenessControl
+from vcpo.pipeline.supervision import Sampler, SamplerDied
 from vcpo.records import Group, SamplingParams, Trajectory
 
-
-class SamplerDied(RuntimeError):
-    """A sampler process ended with an exception or was killed. The message names the process and the reason."""
+_TICK = 0.2  # seconds between two looks at what nothing else tells: a stop that was asked for, a sampler that hangs
 
 
 class LocalRollouts:
     """Keeps the samplers busy and hands out graded minibatches.
 
+    grading: stays open when this is closed; it serves evaluations, too.
     stop_requested: asked while waiting for rollouts; when it returns True, ``minibatch`` raises Stopped.
+    note: told about samplers that are replaced and groups that are given up, from the collector's thread.
     """
 
     def __init__(
@@ -48,63 +52,58 @@ class LocalRollouts:
         model: PreTrainedModel,
         params: SamplingParams,
         starter: GroupStarter,
-        grader: Grader,
+        grading: Grading,
         stop_requested: Callable[[], bool] = lambda: False,
+        note: Callable[[str], None] = print,
+        timeline: Timeline | None = None,
     ) -> None:
         assert config.runtime.name == "local"
         self._config = config
+        self._runtime = config.runtime
         self._model = model
         self._params = params
         self._starter = starter
-        self._grader = grader
+        self._grading = grading
         self._stop_requested = stop_requested
+        self._note = note
+        self._timeline_until = timeline.last_step if timeline is not None else 0
         runtime, per_step = config.runtime, config.training.prompts_per_step
-        self._samplers = runtime.samplers
         self._control = StalenessControl(runtime.max_staleness, runtime.target_ess, in_flight=True)
         policy = make_policy(runtime.pacing, per_step, self._forgetting_scores)
         self._pool = GroupPool(policy, per_step, config.training.max_steps)
         self._scorer: PrefixForgetting | None = None
+        self._restarts = 0
+        self._deaths_in_a_row = 0  # without a finished response between them
         self._again: list[StartedGroup] = []  # to be sampled once more when the next weights are published
+        self._context = multiprocessing.get_context("spawn")
         self._launch()
 
     def _launch(self) -> None:
         """Start the samplers and the collector, with nothing in flight."""
+        config = self._config
         self._changed = threading.Condition()
-        self._started: dict[int, StartedGroup] = {}
-        self._arrived: dict[int, list[Trajectory]] = {}
-        self._sampler_of: dict[int, int] = {}
+        self._assignment = Assignment(self._runtime.samplers, config.sampling.num_generations, config.seed)
+        self._grading_now: dict[int, StartedGroup] = {}
         self._ready: dict[int, Group] = {}  # in the order of finishing
-        self._graded = 0
+        self._lost: list[int] = []  # groups that were given up, until the main thread has taken note
+        self._events = 0  # groups that have become ready or were lost
         self._failure: BaseException | None = None
         self._waiting = False
-        self._closing = False
-
-        context = multiprocessing.get_context("spawn")
-        self._weights = SharedWeights(self._model, context)
-        self._pipes: list[Connection] = []
-        self._processes: list[Any] = []
-        self._load: list[int] = [0] * self._samplers  # responses asked for and not yet back
+        self._closing = threading.Event()
+        self._weights = SharedWeights(self._model, self._context)
+        self._served = [-1] * self._runtime.samplers
         # multiprocessing waits for its processes at exit, and samplers end by neither SIGINT nor SIGTERM
         atexit.register(self._kill)
-        with _children_block_signals():
-            for index in range(self._samplers):
-                ours, theirs = context.Pipe()
-                process = context.Process(
-                    target=run_sampler,
-                    args=(index, self._config.to_plain(), self._params, self._weights, theirs),
-                    name=f"vcpo-sampler-{index}",
-                    daemon=True,
-                )
-                process.start()
-                theirs.close()  # so that our end sees the end of file when the sampler is gone
-                self._pipes.append(ours)
-                self._processes.append(process)
+        self._samplers = [self._start_sampler(index) for index in range(self._runtime.samplers)]
         self._collector = threading.Thread(target=self._collect, name="vcpo-collector", daemon=True)
         self._collector.start()
 
+    def _start_sampler(self, index: int) -> Sampler:
+        return Sampler(index, self._config, self._params, self._weights, self._context, self._timeline_until)
+
     @property
     def failure(self) -> BaseException | None:
-        """What went wrong in a sampler or a grader, if anything did."""
+        """What went wrong beside the main thread and ends the run, if anything did."""
         return self._failure
 
     def publish(self, version: int) -> None:
@@ -125,18 +124,26 @@ class LocalRollouts:
         if self._failure is not None:
             raise self._failure
         self.close()
-        self._collector.join()  # a grader may still be at work
-        finished = [
-            StartedGroup(group.id, group.problem, group.trajectories[0].prompt_ids, group.next_position)
-            for group in self._ready.values()
-        ]
-        self._again = sorted([*self._again, *self._started.values(), *finished], key=lambda group: group.id)
+        with self._changed:
+            self._take_note_of_lost()
+            finished = [
+                StartedGroup(group.id, group.problem, group.trajectories[0].prompt_ids, group.next_position)
+                for group in self._ready.values()
+            ]
+            unfinished = [*self._assignment.groups(), *self._grading_now.values()]
+        self._again = sorted([*self._again, *unfinished, *finished], key=lambda group: group.id)
         self._starter.fates.given_up(group.id for group in self._again)
         self._launch()
 
     def metrics(self) -> dict[str, float]:
-        """What was waiting, what has been dropped, and the limit, where it is controlled."""
-        return {**self._pool.metrics(), **self._control.metrics()}
+        """What was waiting, what has been dropped, the limit where it is controlled, and the samplers' state."""
+        return {
+            **self._pool.metrics(),
+            **self._control.metrics(),
+            "sampler_restarts": float(self._restarts),
+            # the newest version that every sampler has shown, by its checksum, to decode with
+            "served_version": float(min(self._served)),
+        }
 
     def state(self) -> dict[str, Any]:
         """Of the pool's counts, the policy and the control; what is in flight or waiting is sampled again."""
@@ -151,44 +158,56 @@ class LocalRollouts:
         again, self._again = self._again, []
         for group in again:
             self._starter.fates.started(group.id, group.problem.id)
-        for group in [*again, *self._starter.start(self._pool.started_limit(version, self._control.limit))]:
-            with self._changed:
-                self._started[group.id] = group
-                self._arrived[group.id] = []
-                target = self._sampler_of[group.id] = self._load.index(min(self._load))
-                self._load[target] += self._config.sampling.num_generations
-            requests = group.requests(self._config.sampling.num_generations, self._config.seed)
-            with contextlib.suppress(OSError):  # a dead sampler is reported by the collector
-                self._pipes[target].send(requests)
+        started = self._starter.start(self._pool.started_limit(version, self._control.limit))
+        with self._changed:
+            self._assignment.add([*again, *started])
+            self._send()
+
+    def _send(self) -> None:
+        """Send what can be sent; under the lock, so that nothing is sent twice."""
+        for index, requests in self._assignment.sends():
+            self._samplers[index].send(requests)
 
     def minibatch(self, step: int) -> list[Group]:
         """Wait until every group of this step is graded, dropping on the way what the policy drops."""
         seen = -1
         while True:
-            seen, waiting = self._await_graded(seen)
+            seen, waiting, unfinished = self._await_event(seen, step)
             dropped = self._pool.drops(step, self._control.limit, waiting)
             self._take(dropped)
             self._starter.fates.dropped(step + 1, dropped)
             if dropped:
                 self._start(step)  # in place of the dropped ones; not under the lock that the collector needs
-            chosen = self._pool.choose(step, [group for group in waiting if group.id not in dropped])
+            chosen = self._pool.choose([group for group in waiting if group.id not in dropped], unfinished)
             if chosen is not None:
                 return self._take(chosen)
 
-    def _await_graded(self, seen: int) -> tuple[int, list[Group]]:
-        """Wait until more than ``seen`` groups have been graded; how many have, and those that are waiting."""
-        with self._changed:
-            self._waiting = True
-            try:
-                while self._graded <= seen:
-                    if self._failure is not None:
-                        raise self._failure
-                    if self._stop_requested():
-                        raise Stopped
-                    self._changed.wait(0.2)  # woken by the collector; the time-out is for stop_requested
-            finally:
-                self._waiting = False
-            return self._graded, list(self._ready.values())
+    def _await_event(self, seen: int, step: int) -> tuple[int, list[Group], list[int]]:
+        """Wait for more than ``seen`` events: how many there were, the groups that are waiting, those unfinished."""
+        while True:
+            with self._changed:
+                if self._failure is not None:
+                    raise self._failure
+                if self._events > seen and not self._lost:
+                    unfinished = [group.id for group in self._assignment.groups()] + list(self._grading_now)
+                    return self._events, list(self._ready.values()), unfinished
+                if self._stop_requested():
+                    raise Stopped
+                if not self._lost:
+                    self._waiting = True
+                    self._changed.wait(_TICK)  # woken by every event
+                    self._waiting = False
+                lost = self._take_note_of_lost()
+            if lost:
+                self._start(step)  # in their place
+            self._end_hung()
+
+    def _take_note_of_lost(self) -> bool:
+        """Account for the groups that were given up; under the lock. Whether there were any."""
+        lost, self._lost = self._lost, []
+        self._starter.finish(lost)
+        self._pool.lost(len(lost))
+        return bool(lost)
 
     def _take(self, numbers: Iterable[int]) -> list[Group]:
         """Take groups out of those that are waiting, for good."""
@@ -206,102 +225,127 @@ class LocalRollouts:
         return self._scorer(groups)
 
     def close(self) -> None:
-        """End the samplers and the collector."""
-        with self._changed:
-            self._closing = True
+        """End the samplers and the collector. What graders still have is of no use any more."""
+        self._closing.set()
         self._kill()
         self._collector.join(5)
-        for pipe in self._pipes:
-            pipe.close()
+        for sampler in self._samplers:
+            sampler.close()
         atexit.unregister(self._kill)
 
     def _kill(self) -> None:
-        """Samplers hold nothing that is worth an orderly end."""
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.join()
+        for sampler in self._samplers:
+            sampler.kill()
 
     def _collect(self) -> None:
-        """The collector thread. Whatever goes wrong here or in a sampler interrupts the main thread at once."""
+        """The collector thread."""
+        closing = self._closing
         try:
-            while not self._closing:
-                ready = wait([*self._pipes, *(p.sentinel for p in self._processes)], timeout=0.5)
-                for index, (pipe, process) in enumerate(zip(self._pipes, self._processes, strict=True)):
-                    if (pipe in ready or process.sentinel in ready) and not self._closing:
-                        self._receive(index)
+            while not closing.is_set():
+                pipes = {sampler.pipe: sampler for sampler in self._samplers}
+                for pipe in wait(list(pipes), timeout=_TICK):
+                    if not closing.is_set():
+                        self._receive(pipes[pipe])  # type: ignore[index]
+                self._end_hung()
         except BaseException as error:
-            with self._changed:
-                if self._closing:
-                    return
-                self._failure = error
-                self._changed.notify_all()
-                # the main thread may be sending to a sampler that itself waits until somebody reads what it sends
-                for process in self._processes:
-                    process.kill()
-                # a waiting main thread is told by the condition; an interrupt would reach it while it is closing
-                if not self._waiting:
-                    _thread.interrupt_main()
+            self._fail(error)
 
-    def _receive(self, index: int) -> None:
-        fates = self._starter.fates
-        with fates.failing("sampling", lambda: self._held_by(index)):
-            message = self._message(index)
+    def _fail(self, error: BaseException) -> None:
+        """Something beside the main thread ends the run: the main thread is interrupted at once, wherever it is."""
         with self._changed:
-            self._load[index] -= len(message)
-        for trajectory in message:
-            arrived = self._arrived[trajectory.group_id]
-            arrived.append(trajectory)
-            if len(arrived) == self._config.sampling.num_generations:
-                with fates.failing("grading", [trajectory.group_id]):
-                    group = self._grader.grade(self._started[trajectory.group_id], arrived)
-                fates.graded(group)
-                with self._changed:
-                    del self._started[group.id], self._arrived[group.id], self._sampler_of[group.id]
-                    self._ready[group.id] = group
-                    self._graded += 1
-                    self._changed.notify_all()
+            if self._closing.is_set() or self._failure is not None:
+                return
+            self._failure = error
+            self._changed.notify_all()
+            for sampler in self._samplers:
+                sampler.kill()
+            # a waiting main thread is told by the condition; an interrupt would reach it while it is closing
+            if not self._waiting:
+                _thread.interrupt_main()
 
-    def _message(self, index: int) -> list[Trajectory]:
-        """What a sampler has sent. Raises what has gone wrong there."""
+    def _receive(self, sampler: Sampler) -> None:
         try:
-            message: Failure | list[Trajectory] = self._pipes[index].recv()
-        except (EOFError, OSError):  # OSError: killed in the middle of a message
-            process = self._processes[index]
-            process.join(5)
-            reason = " (killed; out of memory?)" if process.exitcode == -9 else ""
-            raise SamplerDied(
-                f"{process.name} (pid {process.pid}) died with exit code {process.exitcode}{reason}"
-            ) from None
-        if isinstance(message, Failure):
-            if message.by_user:
-                raise UserError(message.message)
-            raise SamplerDied(
-                f"{message.process}: {message.kind}: {message.message}\n"
-                f"--- traceback of the sampler process ---\n{message.traceback}"
-            )
-        return message
+            message = sampler.receive()
+        except SamplerDied as error:
+            if not self._closing.is_set():
+                self._replace(sampler, error)
+            return
+        if isinstance(message, Ready):
+            with self._changed:
+                sampler.ready = True
+                self._assignment.ready(sampler.index)
+                self._send()
+        elif isinstance(message, Served):
+            self._served[sampler.index] = message.version
+        else:
+            self._arrived(sampler, message)
+
+    def _arrived(self, sampler: Sampler, trajectories: list[Trajectory]) -> None:
+        self._deaths_in_a_row = 0
+        for trajectory in trajectories:
+            with self._changed:
+                whole = self._assignment.arrived(sampler.index, trajectory)
+                if whole is None:
+                    continue
+                started, members = whole
+                self._grading_now[started.id] = started
+                self._send()  # one that has to be alone may have waited for this
+            future = self._grading.submit(started, members)
+            future.add_done_callback(partial(self._graded, started.id, self._closing))
+
+    def _graded(self, number: int, closing: threading.Event, future: Future[Group]) -> None:
+        """A group has its grades; called in whatever thread has them. closing: of the launch that it belongs to."""
+        if closing.is_set():
+            return  # its prompt is sampled again, or the run has ended
+        try:
+            with self._starter.fates.failing("grading", [number]):
+                group = future.result()
+            with self._changed:
+                if closing.is_set():
+                    return
+                self._starter.fates.graded(group)
+                del self._grading_now[number]
+                self._ready[number] = group
+                self._events += 1
+                self._changed.notify_all()
+        except BaseException as error:
+            self._fail(error)
+
+    def _replace(self, sampler: Sampler, error: SamplerDied) -> None:
+        """Start a sampler in the place of a dead one. Raises its error when too many have died in a row."""
+        fates, index = self._starter.fates, sampler.index
+        self._deaths_in_a_row += 1
+        if self._deaths_in_a_row > self._runtime.max_restarts:
+            with fates.failing("sampling", lambda: self._held_by(index)):
+                raise error
+        sampler.close()
+        with self._changed:
+            held = self._assignment.held_by(index)
+            isolated = self._assignment.died(index)
+            self._samplers[index] = self._start_sampler(index)
+            self._served[index] = -1
+            self._restarts += 1
+            fates.failed(isolated, f"its sampler died with it {TRIES} times, the last time alone: {_first_line(error)}")
+            self._lost += isolated
+            self._events += len(isolated)
+            self._send()  # others may have room for what it held
+            self._changed.notify_all()
+        for number in isolated:
+            self._note(f"group {number} was given up: its sampler died with it {TRIES} times, the last time alone")
+        again = len(held) - len(isolated)
+        self._note(f"{error}; it was started again, and {again} unfinished groups that it held are tried again")
 
     def _held_by(self, index: int) -> list[int]:
-        """The groups that are lost with a sampler; none when the run itself is ending it."""
         with self._changed:
-            return [] if self._closing else [number for number, its in self._sampler_of.items() if its == index]
+            return self._assignment.held_by(index)
+
+    def _end_hung(self) -> None:
+        """End samplers that owe something and do nothing; the collector then finds them dead."""
+        with self._changed:
+            owing = [(sampler, bool(self._assignment.held_by(sampler.index))) for sampler in self._samplers]
+        for sampler, owes in owing:
+            sampler.end_if_hung(owes, self._runtime)
 
 
-@contextlib.contextmanager
-def _children_block_signals() -> Iterator[None]:
-    """Processes started in this block are deaf to the ending signals from their first instruction on.
-
-    A sampler needs seconds to import what it needs before it can ignore them itself, and Ctrl-C in that time must not
-    kill it. A new program inherits which signals are blocked. Here they stay pending until the end of the block.
-    """
-    if not hasattr(signal, "pthread_sigmask"):  # Windows, where processes have no signals from outside
-        yield
-        return
-    # the first process started in this way brings a resource tracker along, whose start would lift the block
-    resource_tracker.ensure_running()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]

@@ -33,7 +33,3 @@ class Pacer:
         dropped: how many of the groups started so far have been dropped.
         """
         return min(version + self.max_staleness + 1, last_step) * self.groups_per_step + dropped
-
-    def groups_of(self, step: int) -> range:
-        """The numbers of the groups that optimizer step ``step`` (counted from 0) trains, where none is dropped."""
-        return range(step * self.groups_per_step, (step + 1) * self.groups_per_step)

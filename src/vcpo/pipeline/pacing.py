@@ -19,7 +19,8 @@ A group is judged once it is finished: an unfinished one holds nobody up, since 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from vcpo.config import BoundedPacing, DropStalePacing, Pacing
@@ -51,8 +52,11 @@ class PacingPolicy(Protocol):
         """
         ...
 
-    def choose(self, step: int, waiting: Sequence[Group]) -> list[int] | None:
-        """The numbers of the groups that the step trains on, in order; ``None`` while they are not all there."""
+    def choose(self, waiting: Sequence[Group], unfinished: Collection[int]) -> list[int] | None:
+        """The numbers of the groups that the next step trains on, in order; ``None`` while they are not all there.
+
+        unfinished: the numbers of those that have been started and are still being decoded or graded.
+        """
         ...
 
     def metrics(self) -> dict[str, float]:
@@ -74,7 +78,7 @@ class Bounded:
     reasons: tuple[str, ...] = ()
 
     def __init__(self, groups_per_step: int) -> None:
-        self._pacer = Pacer(0, groups_per_step)
+        self._groups_per_step = groups_per_step
 
     def ahead(self, limit: int) -> int:
         """As far as the limit allows."""
@@ -84,10 +88,13 @@ class Bounded:
         """Nothing."""
         return {}
 
-    def choose(self, step: int, waiting: Sequence[Group]) -> list[int] | None:
-        """The next numbers, once all of them have finished."""
-        numbers = self._pacer.groups_of(step)
-        return list(numbers) if {group.id for group in waiting}.issuperset(numbers) else None
+    def choose(self, waiting: Sequence[Group], unfinished: Collection[int]) -> list[int] | None:
+        """Those with the lowest numbers, once all of them have finished."""
+        finished = [group.id for group in waiting]
+        chosen = sorted([*finished, *unfinished])[: self._groups_per_step]
+        return (
+            chosen if len(chosen) == self._groups_per_step and chosen[-1] < min(unfinished, default=math.inf) else None
+        )
 
     def metrics(self) -> dict[str, float]:
         """None of its own."""
@@ -118,7 +125,7 @@ class DropStale:
         """Groups with a response that was started more than ``limit`` steps ago."""
         return {group.id: "stale" for group in waiting if step - oldest_start(group) > limit}
 
-    def choose(self, step: int, waiting: Sequence[Group]) -> list[int] | None:
+    def choose(self, waiting: Sequence[Group], unfinished: Collection[int]) -> list[int] | None:
         """The first to have finished."""
         count = self._groups_per_step
         return [group.id for group in waiting[:count]] if len(waiting) >= count else None
@@ -179,7 +186,7 @@ def make_policy(section: Pacing, groups_per_step: int, scores: Scores) -> Pacing
 class GroupPool:
     """A policy with the counts around it: what was dropped and why, and what was waiting when the learner came.
 
-    dropped: groups dropped in the whole run, by reason.
+    dropped: groups dropped in the whole run, by reason. failed: groups that could not be sampled.
     """
 
     def __init__(self, policy: PacingPolicy, groups_per_step: int, last_step: int) -> None:
@@ -189,11 +196,12 @@ class GroupPool:
         self._looked_at = -1
         self._waiting = 0
         self.dropped = dict.fromkeys(policy.reasons, 0)
+        self.failed = 0
 
     def started_limit(self, version: int, limit: int) -> int:
         """Groups with a number below this may start while ``version`` steps are done and ``limit`` is in force."""
         pacer = Pacer(self._policy.ahead(limit), self._groups_per_step)
-        return pacer.started_limit(version, self._last_step, sum(self.dropped.values()))
+        return pacer.started_limit(version, self._last_step, sum(self.dropped.values()) + self.failed)
 
     def drops(self, step: int, limit: int, waiting: Sequence[Group]) -> dict[int, str]:
         """The waiting groups to drop now, by number, with the reason for each. They are counted with this call."""
@@ -205,26 +213,35 @@ class GroupPool:
             self.dropped[reason] += 1
         return drops
 
-    def choose(self, step: int, waiting: Sequence[Group]) -> list[int] | None:
-        """The groups that the step trains on, by number, or ``None`` while they are not all there."""
-        return self._policy.choose(step, waiting)
+    def choose(self, waiting: Sequence[Group], unfinished: Collection[int]) -> list[int] | None:
+        """See ``PacingPolicy``."""
+        return self._policy.choose(waiting, unfinished)
+
+    def lost(self, count: int) -> None:
+        """So many groups have failed and will never finish; others take their place."""
+        self.failed += count
 
     def metrics(self) -> dict[str, float]:
-        """waiting_groups: finished when the learner asked for its minibatch; dropped_groups: so far, also by reason."""
+        """waiting_groups: finished when the learner asked for its minibatch; dropped_groups: so far, also by reason.
+
+        failed_groups: that could not be sampled, so far.
+        """
         return {
             "waiting_groups": float(self._waiting),
             "dropped_groups": float(sum(self.dropped.values())),
+            "failed_groups": float(self.failed),
             **{f"dropped_groups/{reason}": float(count) for reason, count in self.dropped.items()},
             **self._policy.metrics(),
         }
 
     def state(self) -> dict[str, Any]:
         """Plain data that continue the counts and the policy."""
-        return {"dropped": dict(self.dropped), "policy": self._policy.state()}
+        return {"dropped": dict(self.dropped), "failed": self.failed, "policy": self._policy.state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """The inverse of ``state``, for the same policy."""
         self.dropped = dict(state["dropped"])
+        self.failed = int(state["failed"])
         self._policy.load_state(state["policy"])
 
 

@@ -1,23 +1,40 @@
 """What a sampler process does: decode without pause, swap weights between two steps, answer over one pipe.
 
-Messages to a sampler are lists of GenerationRequest. Messages from it are lists of finished Trajectory, or a Failure.
-A sampler ends when its pipe is closed, so it cannot outlive the learner however that one ends.
+Messages to a sampler are lists of GenerationRequest. Messages from it are Ready, once; Served, after every change of
+weights; lists of finished Trajectory; or a Failure, the last one. A sampler ends when its pipe is closed, so it cannot
+outlive the learner however that one ends.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import signal
 import traceback
+from ctypes import c_int64
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 from vcpo.config import RunConfig, parse_config
 from vcpo.errors import UserError
+from vcpo.observe.timeline import Timeline
 from vcpo.pipeline.interrupt import ENDING_SIGNALS
-from vcpo.pipeline.shared_weights import SharedWeights
-from vcpo.records import GenerationRequest, SamplingParams
+from vcpo.pipeline.shared_weights import SharedWeights, weights_checksum
+from vcpo.records import GenerationRequest, SamplingParams, Trajectory
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The model is loaded: requests are decoded from now on."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """The engine decodes with the weights of this version, as their checksum, taken from the engine's own, has shown."""
+
+    version: int
 
 
 @dataclass(frozen=True)
@@ -31,17 +48,35 @@ class Failure:
     by_user: bool
 
 
+Message = Ready | Served | list[Trajectory]
+
+
 def run_sampler(
-    index: int, plain_config: dict[str, object], params: SamplingParams, weights: SharedWeights, pipe: Connection
+    index: int,
+    plain_config: dict[str, object],
+    params: SamplingParams,
+    weights: SharedWeights,
+    pipe: Connection,
+    beats: c_int64,
+    timeline_until: int,
 ) -> None:
-    """Entry point of a sampler process."""
+    """Entry point of a sampler process.
+
+    beats: counts its decoding steps, in shared memory. timeline_until: the version up to which it records what it does.
+    """
+    if hasattr(signal, "SIGUSR1"):
+        faulthandler.register(signal.SIGUSR1, chain=True)  # where it hangs; then it ends
     # signals to the whole process group are for the learner, which saves, and then ends the samplers
     for number in ENDING_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     config = parse_config(plain_config)
+    timeline = Timeline.off()
+    if timeline_until:
+        timeline = Timeline.open(Path(config.output_dir), f"sampler-{index}", timeline_until)
     try:
-        _decode_until_closed(config, params, weights, pipe)
+        _decode_until_closed(config, params, weights, pipe, beats, timeline)
     except (EOFError, BrokenPipeError, ConnectionResetError):
+        timeline.close()
         os._exit(0)  # the learner is gone: taking the interpreter down in order would keep this process for seconds
     except BaseException as error:
         failure = Failure(
@@ -55,7 +90,14 @@ def run_sampler(
             pipe.send(failure)
 
 
-def _decode_until_closed(config: RunConfig, params: SamplingParams, weights: SharedWeights, pipe: Connection) -> None:
+def _decode_until_closed(
+    config: RunConfig,
+    params: SamplingParams,
+    weights: SharedWeights,
+    pipe: Connection,
+    beats: c_int64,
+    timeline: Timeline,
+) -> None:
     import torch
 
     from vcpo.models.loading import load_model
@@ -63,7 +105,8 @@ def _decode_until_closed(config: RunConfig, params: SamplingParams, weights: Sha
 
     assert config.runtime.name == "local"
     torch.set_num_threads(config.runtime.sampler_threads)
-    model, tokenizer = load_model(config.model, config.seed)
+    with timeline.span("loading"):
+        model, tokenizer = load_model(config.model, config.seed)
     model.requires_grad_(False)
     parameters = dict(model.named_parameters())
     engine = TorchEngine(
@@ -74,18 +117,30 @@ def _decode_until_closed(config: RunConfig, params: SamplingParams, weights: Sha
         tokenizer=tokenizer,
         version=-1,
     )
+    pipe.send(Ready())
     held: list[GenerationRequest] = []
     while True:
         # waits only when there is nothing to decode; reading a closed pipe raises EOFError
-        while pipe.poll(None if not engine.num_active and not held else 0):
+        if not engine.num_active and not held:
+            with timeline.span("idle"):
+                pipe.poll(None)
+        while pipe.poll(0):
             held += pipe.recv()
         if weights.version != engine.version and (config.runtime.in_flight_updates or not engine.num_active):
-            version = weights.read(parameters)
-            engine.load_weights(None, version, recompute_kv_cache=config.runtime.recompute_kv_cache)
+            with timeline.span("loading weights"):
+                version, checksum = weights.read(parameters)
+                engine.load_weights(None, version, recompute_kv_cache=config.runtime.recompute_kv_cache)
+                if weights_checksum(parameters) != checksum:
+                    raise RuntimeError(f"the engine's weights are not those of version {version}: checksums differ")
+            pipe.send(Served(version))
+            timeline.step_is(version)
         if weights.version == engine.version or config.runtime.in_flight_updates:
             # without in-flight updates, new requests wait until the engine is empty and the new weights are in
             engine.submit(held)
             held = []
+        begin, active = timeline.now(), engine.num_active
         finished = engine.step()
+        beats.value += 1
+        timeline.more("decoding", begin, f"decoding, version {engine.version}", slot_steps=active)
         if finished:
             pipe.send(finished)

@@ -3,6 +3,9 @@
 Two buffers take turns: version v lies in buffer v mod 2. A reader copies the newest buffer and checks afterwards that
 the writer has not moved on, in which case that buffer may be in the middle of being overwritten and it reads again.
 There is no lock that a process could die with: the version is one aligned 64-bit word, written after its buffer.
+
+With every version comes a checksum of the learner's own parameters. A sampler compares it with that of the tensors that
+its engine decodes with, so weights that were not swapped, or not all of them, are found at once.
 """
 
 from __future__ import annotations
@@ -51,6 +54,7 @@ class SharedWeights:
                 " it (in a container: docker run --shm-size=8g), or use runtime=lockstep"
             ) from error
         self._version: c_int64 = context.RawValue(c_int64, -1)
+        self._checksums = context.RawArray(c_int64, 2)
 
     @property
     def version(self) -> int:
@@ -65,20 +69,39 @@ class SharedWeights:
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 self._published(name, version).copy_(parameter)
+        self._checksums[version % 2] = weights_checksum(dict(model.named_parameters()))
         self._version.value = version
 
-    def read(self, into: Mapping[str, Tensor]) -> int:
-        """Copy the newest complete version into the tensors of the same names; returns which one it was."""
+    def read(self, into: Mapping[str, Tensor]) -> tuple[int, int]:
+        """Copy the newest complete version into the tensors of the same names; which one it was, and its checksum."""
         while True:
             version = self.version
             with torch.no_grad():
                 for name, tensor in into.items():
                     tensor.copy_(self._published(name, version))
+            checksum = self._checksums[version % 2]
             if self.version == version:
-                return version
+                return version, checksum
 
     def _published(self, name: str, version: int) -> Tensor:
         """A parameter in the buffer of a version (a view)."""
         place = self._places[name]
         block: Tensor = self._buffers[version % 2]
         return block[place.start : place.stop].view(place.dtype).view(place.shape)
+
+
+def weights_checksum(parameters: Mapping[str, Tensor]) -> int:
+    """A 64-bit number that changes when any bit of any parameter does, or when two parameters are exchanged.
+
+    The sum of each tensor's bits as integers, times an odd number of its own; in the order of the names, because two
+    model objects may list theirs differently. Where values stand inside a tensor does not count: it costs one pass at
+    the speed of memory, and copies that go wrong are old, torn or missing, not shuffled.
+    """
+    sums = [_sum_of_bits(parameters[name].detach()) for name in sorted(parameters)]
+    factors = torch.arange(1, 2 * len(sums), 2)
+    return int((torch.stack(sums).cpu() * factors).sum())
+
+
+def _sum_of_bits(tensor: Tensor) -> Tensor:
+    words = torch.int64 if tensor.numel() * tensor.element_size() % 8 == 0 else torch.uint8
+    return tensor.contiguous().reshape(-1).view(words).sum(dtype=torch.int64)
