@@ -27,7 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": {"errors", "method_config", "methods.spec", "tasks.registry", "watchdog_config"},
     "gradnorm": {"errors", "cache"},
     "models": {"errors", "records", "config"},
-    "sampler": {"errors", "records", "models"},
+    "sampler": {"errors", "records", "models", "tasks.environment"},
     "learner": {"errors", "records", "config", "methods", "gradnorm", "models"},
     "observe": {"errors", "records"},
     "report": {"errors", "observe"},

@@ -22,6 +22,7 @@ ENTRY_POINT_GROUP = "vcpo.tasks"
 
 BUILT_IN: dict[str, str] = {
     "sort": "vcpo.tasks.sort:SortTask",
+    "sort_hints": "vcpo.tasks.sort_hints:SortHintsTask",
     "countdown": "vcpo.tasks.countdown:CountdownTask",
     "gsm8k": "vcpo.tasks.gsm8k:GSM8KTask",
     "dataset": "vcpo.tasks.dataset:DatasetTask",

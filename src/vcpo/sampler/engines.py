@@ -1,0 +1,35 @@
+"""The engine of a task: the torch engine, with environments between turns where the task has them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from vcpo.records import SamplingParams
+from vcpo.sampler.protocol import Engine
+from vcpo.sampler.torch_engine import TorchEngine
+from vcpo.sampler.turns import TurnEngine
+from vcpo.tasks.environment import EnvironmentTask, turn_rules
+
+
+def make_engine(
+    task: object,
+    model: PreTrainedModel,
+    params: SamplingParams,
+    slots: int,
+    max_length: int,
+    tokenizer: PreTrainedTokenizerBase,
+    version: int = 0,
+    in_rounds: bool = False,
+) -> Engine:
+    """An engine for requests of ``task``; the rest is as for ``TorchEngine``.
+
+    task: only whether it is an ``EnvironmentTask`` matters, and its environments and rules; anything else, ``None``
+        included, has single turns. in_rounds: see ``TurnEngine``.
+    """
+    if not isinstance(task, EnvironmentTask):
+        return TorchEngine(model, params, slots, max_length, tokenizer, version)
+    stop_strings = dict.fromkeys([*params.stop_strings, *turn_rules(task).stop_strings])
+    inner = TorchEngine(model, replace(params, stop_strings=tuple(stop_strings)), slots, max_length, tokenizer, version)
+    return TurnEngine(inner, task, tokenizer, params.max_tokens, in_rounds)
