@@ -14,8 +14,9 @@ from vcpo.errors import UserError
 from vcpo.pipeline.grading import Grading
 from vcpo.pipeline.rollouts import StartedGroup
 from vcpo.records import Group, SamplingParams
+from vcpo.sampler.engines import make_engine
 from vcpo.sampler.protocol import generate
-from vcpo.sampler.torch_engine import TorchEngine
+from vcpo.tasks.environment import EnvironmentTask
 from vcpo.tasks.prompts import encode_prompt
 from vcpo.tasks.protocol import Task
 
@@ -44,6 +45,7 @@ class Evaluator:
         stop_token_ids: Sequence[int],
         seed: int,
     ) -> None:
+        self._task = task
         self._grading = grading
         self._tokenizer = tokenizer
         self._section = section
@@ -64,7 +66,8 @@ class Evaluator:
             if len(prompt_ids) > sampling.max_prompt_length:
                 self._too_long += 1
                 continue
-            self._groups.append(StartedGroup(_FIRST_GROUP_ID + number, problem, prompt_ids, 0))
+            in_environments = isinstance(task, EnvironmentTask)
+            self._groups.append(StartedGroup(_FIRST_GROUP_ID + number, problem, prompt_ids, 0, in_environments))
         if not self._groups:
             raise UserError(
                 f"there is no evaluation problem with a prompt of at most {sampling.max_prompt_length} tokens"
@@ -74,12 +77,14 @@ class Evaluator:
     def run(self, model: PreTrainedModel, progress: Any = None) -> EvalResult:
         """Sample and grade. ``progress`` is called with the number of responses finished and asked for."""
         section = self._section
-        engine = TorchEngine(
+        engine = make_engine(
+            self._task,
             model,
             self._params,
             slots=self._sampling.slots,
             max_length=self._sampling.max_prompt_length + self._params.max_tokens,
             tokenizer=self._tokenizer,
+            in_rounds=True,  # for the same responses every time
         )
         requests = [r for group in self._groups for r in group.requests(section.num_generations, self._seed)]
         trajectories = generate(engine, requests, progress)

@@ -127,8 +127,9 @@ class LocalRollouts:
         with self._changed:
             self._take_note_of_lost()
             finished = [
-                StartedGroup(group.id, group.problem, group.trajectories[0].prompt_ids, group.next_position)
+                StartedGroup(group.id, group.problem, first.prompt_ids, group.next_position, bool(first.turns))
                 for group in self._ready.values()
+                for first in group.trajectories[:1]
             ]
             unfinished = [*self._assignment.groups(), *self._grading_now.values()]
         self._again = sorted([*self._again, *unfinished, *finished], key=lambda group: group.id)

@@ -29,7 +29,8 @@ from vcpo.pipeline.rollouts import GroupStarter, StartedGroup
 from vcpo.pipeline.snapshots import SnapshotRing
 from vcpo.pipeline.staleness_control import StalenessControl
 from vcpo.records import GenerationRequest, Group, SamplingParams, Trajectory
-from vcpo.sampler.torch_engine import TorchEngine
+from vcpo.sampler.engines import make_engine
+from vcpo.tasks.registry import environment_task
 
 
 class LockstepRollouts:
@@ -54,12 +55,14 @@ class LockstepRollouts:
         self._grading = grading
         self.snapshots = snapshots
         self._timeline = timeline or Timeline.off()
-        self._engine = TorchEngine(
+        self._engine = make_engine(
+            environment_task(config.task.name, config.task.params),
             copy.deepcopy(model),
             params,
             slots=config.training.prompts_per_step * config.sampling.num_generations,
             max_length=config.sampling.max_prompt_length + config.sampling.max_completion_length,
             tokenizer=tokenizer,
+            in_rounds=True,  # how long environments take must not decide what is decoded together
         )
         # sampled on demand, so no group is started ahead of the step that trains on it
         self._pacer = Pacer(0, config.training.prompts_per_step)

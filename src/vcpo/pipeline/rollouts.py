@@ -66,17 +66,23 @@ class Rollouts(Protocol):
 
 @dataclass(frozen=True)
 class StartedGroup:
-    """A prompt whose responses have been asked for."""
+    """A prompt whose responses have been asked for.
+
+    in_environments: whether the responses are written in environments, which are made of the problem.
+    """
 
     id: int
     problem: Problem
     prompt_ids: NDArray[np.int64]
     next_position: int
+    in_environments: bool = False
 
     def requests(self, num_generations: int, seed: int) -> list[GenerationRequest]:
         """One request per response, each with its own seed derived from the run's seed, the group and the member."""
+        # requests go to other processes: a problem, which may be large, only where it is needed
+        problem = self.problem if self.in_environments else None
         return [
-            GenerationRequest(self.id, index, self.prompt_ids, response_seed(seed, self.id, index))
+            GenerationRequest(self.id, index, self.prompt_ids, response_seed(seed, self.id, index), problem)
             for index in range(num_generations)
         ]
 
@@ -130,7 +136,8 @@ class GroupStarter:
             problem, prompt_ids, next_position = self._prompts.next()
             if self._next_id not in self._done:
                 self.fates.started(self._next_id, problem.id)
-                started.append(StartedGroup(self._next_id, problem, prompt_ids, next_position))
+                in_environments = self._prompts.have_environments
+                started.append(StartedGroup(self._next_id, problem, prompt_ids, next_position, in_environments))
             counts = {
                 "prompts_skipped": float(self._prompts.skipped),
                 "prompts_truncated": float(self._prompts.truncated),

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from vcpo.errors import UserError
 from vcpo.models.encoding import unknown_characters
 from vcpo.records import Message, Problem
+from vcpo.tasks.environment import EnvironmentTask
 from vcpo.tasks.protocol import Task
 
 if TYPE_CHECKING:
@@ -59,6 +60,11 @@ class PromptSource:
         self._position = position
         self.skipped = 0
         self.truncated = 0
+
+    @property
+    def have_environments(self) -> bool:
+        """Whether responses to the prompts are written in environments."""
+        return isinstance(self._task, EnvironmentTask)
 
     def next(self) -> tuple[Problem, NDArray[np.int64], int]:
         """The next problem, its prompt ids, and the data position after it.

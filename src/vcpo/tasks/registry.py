@@ -15,6 +15,7 @@ from pydantic import BaseModel
 
 from vcpo.errors import UserError, suggest
 from vcpo.plugins import load_object, split_spec
+from vcpo.tasks.environment import EnvironmentTask
 from vcpo.tasks.options import check_options
 from vcpo.tasks.protocol import Task
 
@@ -61,6 +62,18 @@ def make_task(name: str, params: dict[str, Any]) -> Task:
         missing = [method for method in ("train_problem", "eval_problems", "grade") if not hasattr(task, method)]
         raise UserError(f"task {name!r} made an object of type {type(task).__name__} without {', '.join(missing)}")
     return task
+
+
+def environment_task(name: str, params: dict[str, Any]) -> EnvironmentTask | None:
+    """The task where it has environments, else ``None``, without its data being read if it is a class.
+
+    Raises as ``make_task`` does.
+    """
+    factory = _factory(name)
+    if isinstance(factory, type) and not hasattr(factory, "environment"):
+        return None
+    task = make_task(name, params)
+    return task if isinstance(task, EnvironmentTask) else None
 
 
 def _factory(name: str) -> Any:
