@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from vcpo.learner.measurements import Measurements
 from vcpo.learner.minibatch import Minibatch
 from vcpo.methods.ess import effective_sample_size, largest_weight_share
 from vcpo.methods.variance import second_moments
-from vcpo.records import StopReason
+from vcpo.records import StopReason, Trajectory
 
 
 def reward_metrics(minibatch: Minibatch) -> dict[str, float]:
@@ -20,7 +21,8 @@ def reward_metrics(minibatch: Minibatch) -> dict[str, float]:
 
     reward_std: mean over groups of the population standard deviation; zero_std_groups: share of groups whose scored
     rewards are all equal, out of the groups that have one; unscored: trajectories without a reward; untrained: with
-    a reward but without a trained token.
+    a reward but without a trained token. response_length counts all tokens of a response, as ``max_completion_length``
+    does, those given by an environment included.
     """
     trajectories = minibatch.trajectories
     graded = [t.grade for t in trajectories if t.grade is not None]
@@ -41,6 +43,30 @@ def reward_metrics(minibatch: Minibatch) -> dict[str, float]:
         "response_length": _mean(torch.tensor(lengths)),
         "length_limited_share": _mean(torch.tensor([t.stop_reason is StopReason.LENGTH for t in trajectories])),
         **{f"reward_parts/{name}": float(np.mean(values)) for name, values in sorted(parts.items())},
+        **environment_metrics(trajectories),
+    }
+
+
+def environment_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """What happened in environments, over the trajectories that have one; nothing without any.
+
+    turns, given_tokens, time_environments: mean number of turns, of tokens given by the environment, and seconds spent
+    in it, per trajectory; environment_failures: how many ended because it failed; environment/<name>: mean of a
+    measurement over the turns that have it.
+    """
+    trajectories = [t for t in trajectories if t.turns]
+    if not trajectories:
+        return {}
+    measured: dict[str, list[float]] = defaultdict(list)
+    for turn in (turn for t in trajectories for turn in t.turns):
+        for name, value in turn.measurements.items():
+            measured[name].append(value)
+    return {
+        "turns": float(np.mean([len(t.turns) for t in trajectories])),
+        "given_tokens": float(np.mean([(~t.mask_T).sum() for t in trajectories])),
+        "time_environments": float(np.mean([sum(turn.seconds for turn in t.turns) for t in trajectories])),
+        "environment_failures": float(sum(t.failure is not None for t in trajectories)),
+        **{f"environment/{name}": float(np.mean(values)) for name, values in sorted(measured.items())},
     }
 
 

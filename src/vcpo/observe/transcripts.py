@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from vcpo.records import Group, Trajectory
+from vcpo.records import Group, Trajectory, TurnRecord
 
 DIRECTORY = "transcripts"
 HEADING = "## "
@@ -106,12 +106,26 @@ def _entry(trajectory: Trajectory, update: str, step: int, decode: Decode) -> st
         f"stop {trajectory.stop_reason.value}, {len(trajectory.response_ids_T)} tokens,"
         f" policy versions {span}, lag {lag}",
         update,
+        *(_turn(number, turn, trajectory) for number, turn in enumerate(trajectory.turns, start=1)),
     ]
+    if trajectory.failure is not None:
+        facts.append(f"failed: {_visible(trajectory.failure)}")
     parts = [HEADING + trajectory.name, "\n".join(f"- {fact}" for fact in facts)]
     parts += ["Prompt:", _block(decode(trajectory.prompt_ids))]
     for title, ids in _spans(trajectory):
         parts += [title, _block(decode(ids))]
     return "\n\n".join(parts)
+
+
+def _turn(number: int, turn: TurnRecord, trajectory: Trajectory) -> str:
+    versions = trajectory.versions_T[turn.start : turn.end]
+    span = f", policy versions {versions[0]} to {versions[-1]}" if len(versions) else ""
+    reward = "" if turn.reward is None else f", reward {turn.reward:g}"
+    measured = "".join(f", {name} {value:g}" for name, value in turn.measurements.items())
+    return (
+        f"turn {number}: {turn.end - turn.start} tokens{span}, environment {turn.seconds:.3f} s"
+        f"{reward}{_visible(measured)}"
+    )
 
 
 def _grade(trajectory: Trajectory) -> str:
