@@ -222,3 +222,30 @@ def test_a_failed_environment_means_no_reward_and_is_counted(tmp_path: Path) -> 
     assert sum(line["environment_failures"] for line in lines) == len(failed)
     assert {line["environment/calls"] for line in lines} == {2.0}
     assert {line["turns"] for line in lines} == {1.0}
+
+
+@pytest.mark.slow
+def test_a_sampler_process_takes_turns_under_changing_weights(tmp_path: Path) -> None:
+    config = tiny_config(
+        tmp_path / "run",
+        *HINTS,
+        'runtime={"name": "local", "max_staleness": 2}',
+        "task.max_wait=0.03",
+        "training.max_steps=12",
+    )
+    trajectories = trained(train(config, make_report=False))
+    answered = [t for t in trajectories if len(t.turns) == 2]
+    assert answered
+    for t in answered:
+        first, second = t.turns
+        assert first.measurements["wait"] <= 0.03
+        assert first.seconds >= first.measurements["wait"]
+        given = t.response_ids_T[first.end : second.start]
+        assert not t.mask_T[first.end : second.start].any()
+        assert t.mask_T[: first.end].all()
+        assert t.mask_T[second.start :].all()
+        assert given[0] == 2 + "0123456789=?>".index(">")
+        assert (np.diff(t.versions_T) >= 0).all()
+        assert t.versions_T[0] == t.start_version
+    # some were written by several versions
+    assert any(t.versions_T[0] != t.versions_T[-1] for t in trajectories)

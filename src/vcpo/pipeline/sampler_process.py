@@ -23,6 +23,7 @@ from vcpo.observe.timeline import Timeline
 from vcpo.pipeline.interrupt import ENDING_SIGNALS
 from vcpo.pipeline.shared_weights import SharedWeights, weights_checksum
 from vcpo.records import GenerationRequest, SamplingParams, Trajectory
+from vcpo.tasks.registry import environment_task
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def _decode_until_closed(
     import torch
 
     from vcpo.models.loading import load_model
-    from vcpo.sampler.torch_engine import TorchEngine
+    from vcpo.sampler.engines import make_engine
 
     assert config.runtime.name == "local"
     torch.set_num_threads(config.runtime.sampler_threads)
@@ -109,7 +110,8 @@ def _decode_until_closed(
         model, tokenizer = load_model(config.model, config.seed)
     model.requires_grad_(False)
     parameters = dict(model.named_parameters())
-    engine = TorchEngine(
+    engine = make_engine(
+        environment_task(config.task.name, config.task.params),
         model,
         params,
         slots=config.sampling.slots,
