@@ -1,8 +1,8 @@
 """The local runtime: sampler processes beside the learner, real asynchrony on one machine.
 
 The learner's process holds the optimizer, starts groups as far as the pacer allows, and has one collector thread that
-receives finished trajectories, hands whole groups to the graders, and watches the samplers. Which of the finished groups
-make the next minibatch, and whether any are dropped, is the pacing policy's to say (``vcpo.pipeline.pacing``).
+receives finished trajectories, hands whole groups to the graders, and watches the samplers. Which of the finished
+groups make the next minibatch, and whether any are dropped, is the pacing policy's to say (``vcpo.pipeline.pacing``).
 
 A sampler that dies or hangs is replaced while the others go on, and what it held is tried again
 (``vcpo.pipeline.assignment``). A group that has to be given up is replaced by another one, as a dropped group is.
@@ -273,7 +273,7 @@ class LocalRollouts:
             return
         if isinstance(message, Ready):
             with self._changed:
-                sampler.ready = True
+                sampler.is_ready()
                 self._assignment.ready(sampler.index)
                 self._send()
         elif isinstance(message, Served):

@@ -33,7 +33,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Served:
-    """The engine decodes with the weights of this version, as their checksum, taken from the engine's own, has shown."""
+    """The engine decodes with the weights of this version, as the checksum of its own tensors has shown."""
 
     version: int
 

@@ -75,6 +75,12 @@ class Sampler:
         """Ask for responses; never waits. What a dead sampler was asked for is known to the ``Assignment``."""
         self._outbox.put(requests)
 
+    def is_ready(self) -> None:
+        """It has said that it takes work; from now on it is to make decoding steps."""
+        with self._checking:
+            self.ready = True
+            self._seen = self._beats.value, time.monotonic()
+
     def receive(self) -> Message:
         """The next message; waits for it. Raises SamplerDied when the process is gone or has failed.
 
