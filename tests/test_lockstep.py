@@ -14,7 +14,7 @@ from run_cases import assert_equal_weights, final_weights, timeless_metrics, tin
 from vcpo.config import RunConfig
 from vcpo.learner.learner import Learner
 from vcpo.models.loading import end_token_ids, load_model
-from vcpo.pipeline.grading import make_task_and_grading
+from vcpo.pipeline.grading_pool import make_task_and_grading
 from vcpo.pipeline.lockstep import LockstepRollouts
 from vcpo.pipeline.rollouts import GroupStarter
 from vcpo.pipeline.run import train

@@ -107,6 +107,21 @@ class RewardSection(Section):
         description="`module:name` or `file.py:name`, each f(prompts, completions, **columns) -> list[float | None]",
     )
     reward_weights: list[float] | None = Field(None, description="one weight per function; all 1 when omitted")
+    processes: NonNegativeInt = Field(
+        1,
+        description="processes that grade, each with the task and the functions loaded; 0: in the run's own process,"
+        " where a grader that hangs holds up the run and one that raises ends it",
+    )
+    timeout: PositiveFloat = Field(
+        60.0,
+        description="seconds for the answers to one prompt, then the grading process is killed and replaced and what"
+        " was not graded has no reward; not with processes=0",
+    )
+    max_failures: NonNegativeInt = Field(
+        8,
+        description="prompts in a row of which no answer could be graded, because grading failed; one more ends the"
+        " run with the error",
+    )
 
     @model_validator(mode="after")
     def _weights_fit(self) -> RewardSection:

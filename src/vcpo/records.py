@@ -47,11 +47,14 @@ class Grade:
         leaves its group's statistics and contributes no gradient.
     correct: whether the task counts the answer as right (accuracy), independent of shaping in the reward.
     parts: named components of the reward, for the metrics.
+    failure: what went wrong, in one line, if grading failed or the answer came to no proper end; then there is no
+        reward.
     """
 
     reward: float | None
     correct: bool = False
     parts: dict[str, float] = field(default_factory=dict)
+    failure: str | None = None
 
 
 @dataclass(frozen=True)

@@ -162,6 +162,7 @@ def _trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
             "reward": None if grade.reward is None else _to_json(grade.reward),
             "correct": bool(grade.correct),
             "parts": {name: _to_json(value) for name, value in grade.parts.items()},
+            "failure": grade.failure,
         }
     return record
 
@@ -174,7 +175,7 @@ def _trajectory(record: dict[str, Any], arrays: dict[str, Any]) -> Trajectory:
     if grade is not None:
         reward = None if grade["reward"] is None else float(grade["reward"])
         parts = {name: float(value) for name, value in grade["parts"].items()}
-        plain["grade"] = Grade(reward, grade["correct"], parts)
+        plain["grade"] = Grade(reward, grade["correct"], parts, grade.get("failure"))
     return Trajectory(**plain)
 
 

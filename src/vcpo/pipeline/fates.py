@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from vcpo.observe.clock import now
 from vcpo.observe.ledger import State
 from vcpo.records import Group, Trajectory
 
@@ -70,11 +71,11 @@ class Fates:
     seconds: processor time spent in here so far.
     """
 
-    def __init__(self, planned: Iterable[GroupFate] = (), ended: Iterable[int] = ()) -> None:
-        """planned, ended: of the ledger that is continued."""
+    def __init__(self, planned: Iterable[GroupFate] = (), next_group: int = 0, done: Iterable[int] = ()) -> None:
+        """planned: of the ledger that is continued. Groups below ``next_group`` and those in ``done`` have ended."""
         self._lock = threading.Lock()
         self._open = {fate.number: fate for fate in planned}
-        self._ended = set(ended)
+        self._ended = _Numbers(next_group, done)
         self._changed: dict[int, GroupFate] = {}
         self.seconds = 0.0
 
@@ -85,14 +86,14 @@ class Fates:
                 self._check(number, State.RUNNING)
             elif number in self._ended:
                 raise IllegalTransition(f"group {number} cannot be running: it has ended before")
-            self._set(GroupFate(number, problem_id, State.RUNNING, asked_at=time.time()))
+            self._set(GroupFate(number, problem_id, State.RUNNING, asked_at=now()))
 
     def graded(self, group: Group) -> None:
         """All its responses have come and are graded."""
         with self._timed():
             fate = self._check(group.id, State.FINISHED)
             members = tuple(_member(trajectory) for trajectory in group.trajectories)
-            self._set(replace(fate, state=State.FINISHED, members=members, graded_at=time.time()))
+            self._set(replace(fate, state=State.FINISHED, members=members, graded_at=now()))
 
     def given_up(self, numbers: Iterable[int]) -> None:
         """A rollback has undone their responses; they are asked for again with other weights."""
@@ -153,9 +154,9 @@ class Fates:
     def _check(self, number: int, state: State) -> GroupFate:
         fate = self._open.get(number)
         if fate is None or state not in _NEXT[fate.state]:
-            now = "it has ended before" if number in self._ended else "it was never started"
+            absent = "it has ended before" if number in self._ended else "it was never started"
             raise IllegalTransition(
-                f"group {number} cannot be {state}: {now if fate is None else f'it is {fate.state}'}"
+                f"group {number} cannot be {state}: {absent if fate is None else f'it is {fate.state}'}"
             )
         return fate
 
@@ -168,7 +169,7 @@ class Fates:
     def _close(self, fate: GroupFate, state: State, reason: str | None, step: int | None) -> None:
         del self._open[fate.number]
         self._ended.add(fate.number)
-        self._changed[fate.number] = replace(fate, state=state, reason=reason, step=step, ended_at=time.time())
+        self._changed[fate.number] = replace(fate, state=state, reason=reason, step=step, ended_at=now())
 
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:
@@ -178,9 +179,28 @@ class Fates:
             self.seconds += time.thread_time() - begin
 
 
+class _Numbers:
+    """A growing set of numbers that are nearly all there: those below the first gap take no memory."""
+
+    def __init__(self, gap: int, above: Iterable[int]) -> None:
+        self._gap = gap
+        self._above = set(above)
+
+    def __contains__(self, number: int) -> bool:
+        return number < self._gap or number in self._above
+
+    def add(self, number: int) -> None:
+        self._above.add(number)
+        while self._gap in self._above:
+            self._above.remove(self._gap)
+            self._gap += 1
+
+
 def _member(trajectory: Trajectory) -> Member:
     reward = None if trajectory.grade is None else trajectory.grade.reward
-    unscored = "no reward" if reward is None else None if trajectory.mask_T.any() else "no token to train"
+    failure = None if trajectory.grade is None else trajectory.grade.failure
+    untrained = None if trajectory.mask_T.any() else "no token to train"
+    unscored = failure or "no reward" if reward is None else untrained
     return Member(
         trajectory.start_version,
         None if reward is None else float(reward),

@@ -1,12 +1,19 @@
-"""Grading finished groups: the task's grades, and a user's reward functions on top of them."""
+"""Grading finished groups: the task's grades, and a user's reward functions on top of them.
+
+Where it happens is behind ``Grading``: here in the learner's process, or in processes of its own
+(``vcpo.pipeline.grading_pool``).
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import math
+import numbers
 import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Protocol
+from typing import Any, Protocol
 
 from vcpo.config import RunConfig
 from vcpo.errors import UserError
@@ -17,6 +24,8 @@ from vcpo.tasks.registry import make_task
 from vcpo.tasks.rewards import RewardFunctions
 
 Work = tuple[StartedGroup, Sequence[Trajectory]]
+
+_MOST_PARTS = 100  # of one grade; each is a metric
 
 
 class Grading(Protocol):
@@ -30,7 +39,7 @@ class Grading(Protocol):
         ...
 
     def grade_all(self, work: Sequence[Work]) -> list[Group]:
-        """The same for many groups, in the order given; waits for all of them."""
+        """The same for many groups, in the order given; waits for all of them. Raises what the first of them raises."""
         ...
 
     def metrics(self) -> dict[str, float]:
@@ -50,16 +59,52 @@ class Grader:
         self._rewards = rewards
 
     def grade(self, problem: Problem, answers: Sequence[str]) -> list[Grade]:
-        """One grade per answer to this problem."""
+        """One grade per answer to this problem, made of plain numbers.
+
+        An exception of the task or of a function is raised on, with a note that names it; values of the wrong number
+        or kind raise UserError.
+        """
         problems = [problem] * len(answers)
-        grades = self._task.grade(problems, answers)
-        if self._rewards is not None:
-            grades = self._rewards.apply(problems, answers, grades)
-        return grades
+        grades = _checked(self._task, self._grades_of_task(problems, answers), len(answers))
+        return grades if self._rewards is None else self._rewards.apply(problems, answers, grades)
+
+    def _grades_of_task(self, problems: Sequence[Problem], answers: Sequence[str]) -> Any:
+        try:
+            return self._task.grade(problems, answers)
+        except BaseException as error:
+            error.add_note(f"raised by the grader of task {type(self._task).__name__}")
+            raise
+
+
+def _checked(task: Task, grades: Any, count: int) -> list[Grade]:
+    whose = f"the grader of task {type(task).__name__}"
+    if not isinstance(grades, list | tuple) or len(grades) != count:
+        raise UserError(f"{whose} returned {_short(grades)}; it must return a list with one Grade per answer ({count})")
+    return [_plain(grade, f"{whose} returned {_short(grade)} for answer {i}") for i, grade in enumerate(grades)]
+
+
+def _plain(grade: Any, what: str) -> Grade:
+    if not isinstance(grade, Grade):
+        raise UserError(f"{what}, which is no Grade")
+    if grade.reward is not None and not (isinstance(grade.reward, numbers.Real) and math.isfinite(grade.reward)):
+        raise UserError(f"{what}; a reward must be a finite number, or None for an answer that cannot be scored")
+    if len(grade.parts) > _MOST_PARTS or not all(isinstance(value, numbers.Real) for value in grade.parts.values()):
+        raise UserError(f"{what}; parts must be at most {_MOST_PARTS} numbers by name")
+    return Grade(
+        reward=None if grade.reward is None else float(grade.reward),
+        correct=bool(grade.correct),
+        parts={str(name): float(value) for name, value in grade.parts.items()},
+        failure=grade.failure,
+    )
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else text[:100] + "..."
 
 
 class InProcessGrading:
-    """Grades in the caller's thread, one group at a time and without a time-out."""
+    """Grades in the caller's thread, one group at a time and without a time-out; what a grader raises ends the run."""
 
     def __init__(self, grader: Grader) -> None:
         self._grader = grader
@@ -67,7 +112,7 @@ class InProcessGrading:
         self._seconds = 0.0
 
     def submit(self, started: StartedGroup, trajectories: Sequence[Trajectory]) -> Future[Group]:
-        """Graded before it returns; an exception of the grader is the future's."""
+        """Graded before it returns."""
         future: Future[Group] = Future()
         members = in_order(trajectories)
         try:
@@ -75,18 +120,21 @@ class InProcessGrading:
                 begin = time.perf_counter()
                 grades = self._grader.grade(started.problem, [t.text for t in members])
                 self._seconds += time.perf_counter() - begin
-            future.set_result(graded(started, members, grades))
+            group = graded(started, members, grades)
         except Exception as error:
             future.set_exception(error)
+        else:
+            future.set_result(group)
         return future
 
     def grade_all(self, work: Sequence[Work]) -> list[Group]:
-        """Raises the first exception of the grader."""
+        """Stops at the first exception."""
         return [self.submit(started, trajectories).result() for started, trajectories in work]
 
     def metrics(self) -> dict[str, float]:
-        """time_grading: seconds since the last call. What cannot be graded ends the run, so nothing else to say."""
-        seconds, self._seconds = self._seconds, 0.0
+        """time_grading: seconds since the last call. Nothing is left ungraded in a run that goes on."""
+        with self._lock:
+            seconds, self._seconds = self._seconds, 0.0
         return {"time_grading": seconds}
 
     def close(self) -> None:
@@ -99,26 +147,41 @@ def in_order(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
 
 
 def graded(started: StartedGroup, members: list[Trajectory], grades: Sequence[Grade]) -> Group:
-    """The finished group: these members with these grades."""
+    """The finished group: these members with these grades, and with what their environments have to add."""
     for trajectory, grade in zip(members, grades, strict=True):
-        trajectory.grade = grade
+        trajectory.grade = _with_environment(trajectory, grade)
     return Group(started.id, started.problem, started.next_position, members)
 
 
-def make_task_and_grading(config: RunConfig) -> tuple[Task, Grading]:
-    """The task with its data read, and its grading with the reward functions loaded; the caller closes it.
+def _with_environment(trajectory: Trajectory, grade: Grade) -> Grade:
+    """The sum of what the environment gave for the turns is added; where it failed there is no reward."""
+    if trajectory.failure is not None:
+        return dataclasses.replace(grade, reward=None, failure=grade.failure or trajectory.failure)
+    rewards = [turn.reward for turn in trajectory.turns if turn.reward is not None]
+    if not rewards or grade.failure is not None:
+        return grade
+    parts = {**grade.parts, "environment": sum(rewards)}
+    return dataclasses.replace(grade, reward=(grade.reward or 0.0) + sum(rewards), parts=parts)
+
+
+def make_task_and_grader(config: RunConfig) -> tuple[Task, Grader]:
+    """The task with its data read, and its grader with the reward functions loaded.
 
     Raises UserError for whatever is wrong with the data or the functions, also when nothing would give a reward.
     """
+    task = make_gradable_task(config)
+    funcs, weights = config.reward.reward_funcs, config.reward.reward_weights
+    return task, Grader(task, RewardFunctions(funcs, weights) if funcs else None)
+
+
+def make_gradable_task(config: RunConfig) -> Task:
+    """The task with its data read. Raises UserError for what is wrong with them, also when nothing gives a reward."""
     task = make_task(config.task.name, config.task.params)
-    reward = config.reward
-    if reward.reward_funcs:
-        return task, InProcessGrading(Grader(task, RewardFunctions(reward.reward_funcs, reward.reward_weights)))
-    if config.task.name == "dataset":
+    if config.task.name == "dataset" and not config.reward.reward_funcs:
         first = task.train_problem(0, config.seed)
         if task.grade([first], [""])[0].reward is None:
             raise UserError(
                 f"task 'dataset' has no answers to grade with (row {first.id}): name the column in task.answer_column,"
                 " or give reward functions in reward.reward_funcs"
             )
-    return task, InProcessGrading(Grader(task, None))
+    return task

@@ -35,7 +35,8 @@ from vcpo.pipeline.checkpoint import (
     version_of,
 )
 from vcpo.pipeline.evaluate import Evaluator
-from vcpo.pipeline.grading import Grading, make_task_and_grading
+from vcpo.pipeline.grading import Grading
+from vcpo.pipeline.grading_pool import make_task_and_grading
 from vcpo.pipeline.guard import Answer, Guard
 from vcpo.pipeline.interrupt import StopRequest
 from vcpo.pipeline.ledger import Ledger, LedgerMismatch
@@ -57,11 +58,11 @@ def train(config: RunConfig, mode: Mode = "new", make_report: bool = True, progr
     watchdog ends the run (the state is then saved), and otherwise whatever went wrong, in whichever process.
     """
     # data and reward functions are read before anything is created or loaded
-    task, grading = make_task_and_grading(config)
-    if config.eval.eval_steps:
-        task.eval_problems(1)  # its UserError about missing evaluation data belongs here, too
     progress = progress or Progress(config.training.max_steps)
-    with progress, StopRequest(progress.note) as stop:
+    task, grading = make_task_and_grading(config, progress.note)
+    with contextlib.closing(grading), progress, StopRequest(progress.note) as stop:
+        if config.eval.eval_steps:
+            task.eval_problems(1)  # its UserError about missing evaluation data belongs here, too
         run = _Run(config, grading, progress, stop, mode)
         directory = run.directory
         with disk_errors_explained(f"the record of this run in {str(directory.path)!r}", "free space and start again"):
@@ -317,6 +318,7 @@ class _Run:
             **result.metrics,
             **self.data.counts,
             **rollouts.metrics(),
+            **self.grading.metrics(),
             **self.guard.metrics(),
             "time_sample": sampled - begin,  # in the local runtime: the time that the learner waited
             "time_train": end - sampled,

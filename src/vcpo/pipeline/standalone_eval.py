@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import sys
@@ -17,7 +18,7 @@ from vcpo.models.loading import end_token_ids, load_model
 from vcpo.observe.environment import environment
 from vcpo.observe.progress import Progress
 from vcpo.pipeline.evaluate import EvalResult, Evaluator
-from vcpo.pipeline.grading import make_task_and_grading
+from vcpo.pipeline.grading_pool import make_task_and_grading
 
 
 def evaluate_model(config: RunConfig, name: str, out: Path | None) -> EvalResult:
@@ -30,13 +31,15 @@ def evaluate_model(config: RunConfig, name: str, out: Path | None) -> EvalResult
             out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"--out {str(out)!r} cannot be written: {error}") from None
-    task, grading = make_task_and_grading(config)
-    model, tokenizer = load_model(config.model, config.seed)
-    model.requires_grad_(False)
-    ends = end_token_ids(model, tokenizer)
-    evaluator = Evaluator(task, grading, tokenizer, config.eval, config.sampling, ends, config.seed)
-    with Progress(0) as progress, progress.phase("evaluation") as phase:
-        result = evaluator.run(model, phase)
+    progress = Progress(0)
+    task, grading = make_task_and_grading(config, progress.note)
+    with contextlib.closing(grading):
+        model, tokenizer = load_model(config.model, config.seed)
+        model.requires_grad_(False)
+        ends = end_token_ids(model, tokenizer)
+        evaluator = Evaluator(task, grading, tokenizer, config.eval, config.sampling, ends, config.seed)
+        with progress, progress.phase("evaluation") as phase:
+            result = evaluator.run(model, phase)
     table = Table(title=Text(f"{name} on {config.task.name}"), show_header=False)
     for key, value in result.metrics.items():
         table.add_row(key, f"{value:.4g}")

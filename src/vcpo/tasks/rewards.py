@@ -101,7 +101,7 @@ def _call(name: str, function: RewardFunction, columns: dict[str, list[Any]]) ->
         )
     try:
         return function(**given)
-    except Exception as error:
+    except BaseException as error:
         error.add_note(f"raised by reward function {name!r}")
         raise
 
@@ -110,7 +110,7 @@ async def _gather(results: dict[str, Any]) -> dict[str, Any]:
     async def finish(name: str, result: Awaitable[Any]) -> Any:
         try:
             return await result
-        except Exception as error:
+        except BaseException as error:
             error.add_note(f"raised by reward function {name!r}")
             raise
 
