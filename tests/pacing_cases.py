@@ -48,6 +48,7 @@ class CountedPrompts:
     """Prompts without text: the problem at position ``p`` is named ``p``."""
 
     skipped = truncated = 0
+    have_environments = False
 
     def __init__(self, position: int) -> None:
         self._position = position
