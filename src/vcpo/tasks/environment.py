@@ -68,7 +68,7 @@ class Observation:
         for a chat model writes its template's marks itself. Not appended when nothing follows it: at the end of the
         response, or when it leaves no room for another token (the response then ends at its length limit).
     done: the response is over.
-    reward: for this turn; the sum over turns is added to the task's reward.
+    reward: for this turn; the sum over turns is added to the reward that the response is graded with.
     measurements: numbers for the metrics, by name.
     """
 
