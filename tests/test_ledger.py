@@ -71,7 +71,7 @@ def test_only_the_transitions_of_the_diagram_are_possible(history: tuple[str, ..
 
 
 def test_a_group_that_an_interruption_has_undone_is_started_again_or_not_needed() -> None:
-    fates = Fates([GroupFate(n, f"p{n}", State.PLANNED) for n in (4, 5)], ended=range(4))
+    fates = Fates([GroupFate(n, f"p{n}", State.PLANNED) for n in (4, 5)], next_group=4)
     with pytest.raises(IllegalTransition, match="group 3 cannot be running: it has ended before"):
         fates.started(3, "p3")
     with pytest.raises(IllegalTransition, match="group 4 cannot be finished: it is planned"):

@@ -153,11 +153,15 @@ def test_minibatches_beside_checkpoints_and_regular_ones_are_kept(tmp_path: Path
     for step in range(1, 10):
         log.step_done(step, GROUPS)
         if step == 3:
+            log.checkpoint_comes()
             log.checkpoints_are([3])
         if step == 7:
+            log.checkpoint_comes()
+            assert kept(tmp_path) == [3, 4, 5, 7]
             log.checkpoints_are([7])  # the checkpoint of step 3 is gone
             assert kept(tmp_path) == [5, 7]
     assert kept(tmp_path) == [5, 7, 8]
+    log.checkpoint_comes()
     log.checkpoints_are([7, 9])
     assert kept(tmp_path) == [5, 7, 8, 9]
 

@@ -121,11 +121,14 @@ def read_ledger(path: Path) -> LedgerSummary:
 
     Raises UserError when there is none, when it cannot be read, or when its counts do not sum to what was planned.
     """
+    none = UserError(f"{str(path.parent)!r} has no ledger ({path.name}): no step of this run has been recorded")
     if not path.is_file():
-        raise UserError(f"{str(path.parent)!r} has no ledger ({path.name}): no step of this run has been recorded")
+        raise none
     try:
         with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as connection:
             connection.execute("BEGIN")  # everything below is of one moment
+            if connection.execute("PRAGMA user_version").fetchone()[0] == 0:
+                raise none  # the run was killed while it made the file
             return _summarize(connection)
     except (sqlite3.DatabaseError, ValueError) as error:
         raise UserError(f"the ledger {str(path)!r} cannot be read ({error})") from error

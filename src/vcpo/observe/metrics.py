@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from vcpo.errors import UserError
+from vcpo.observe.clock import now
 from vcpo.observe.logger import Kind
 
 FILE_NAME = "metrics.jsonl"
@@ -45,7 +45,7 @@ class MetricsLog:
         for name in _RESERVED:
             if name in metrics:
                 raise ValueError(f"a metric must not be named {name!r}: every line has that key already")
-        line: dict[str, float | str] = {"step": step, "time": round(time.time(), 3), "kind": kind}
+        line: dict[str, float | str] = {"step": step, "time": round(now(), 3), "kind": kind}
         line |= {name: json_number(float(value)) for name, value in metrics.items()}
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()

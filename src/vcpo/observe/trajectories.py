@@ -72,13 +72,18 @@ class TrajectoryLog:
         if self._is_regular(step) or step - 1 in self._checkpoints:
             save_minibatch(self._run_dir, step, groups)
 
-    def checkpoints_are(self, versions: Sequence[int]) -> None:
-        """Keep the minibatches beside these checkpoints, and none beside others. Raises as ``step_done`` does."""
-        self._checkpoints = list(versions)
-        saved = saved_steps(self._run_dir)
-        if self._latest is not None and self._latest[0] in versions and self._latest[0] not in saved:
+    def checkpoint_comes(self) -> None:
+        """A checkpoint of the last step is about to be written, so its minibatch is kept. Raises as ``step_done`` does.
+
+        Before and not after: of a run that is killed between the two, the checkpoint would be without its minibatch.
+        """
+        if self._latest is not None and self._latest[0] not in saved_steps(self._run_dir):
             save_minibatch(self._run_dir, *self._latest)
-        for step, path in saved.items():
+
+    def checkpoints_are(self, versions: Sequence[int]) -> None:
+        """Keep the minibatches beside these checkpoints, and none beside others."""
+        self._checkpoints = list(versions)
+        for step, path in saved_steps(self._run_dir).items():
             if not self._is_regular(step) and not {step - 1, step} & set(versions):
                 path.unlink()
 

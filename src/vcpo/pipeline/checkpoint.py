@@ -76,18 +76,26 @@ def save_checkpoint(
             f"the checkpoint of step {step} could not be written to {str(directory)!r} ({error}); {last}: free space"
             " and continue with --resume"
         ) from error
+    remove_old_checkpoints(directory, step, keep, spare)
+    return target
+
+
+def remove_old_checkpoints(directory: Path, step: int, keep: int, spare: Path | None = None) -> None:
+    """Remove all but the newest ``keep`` up to ``step``, and ``spare``, and what was never finished."""
     saved = list_checkpoints(directory)
     # a later checkpoint was found damaged when the run was resumed before it; it must not count as one that is kept
-    damaged = [path for path in saved if path.name > target.name]
+    damaged = [path for path in saved if version_of(path) > step]
     for old in [*damaged, *saved[: len(saved) - len(damaged)][:-keep]]:
         if old != spare:
             shutil.rmtree(old)
-    return target
+    for unfinished in directory.glob(".step-*.tmp"):  # of a process that was killed while it wrote
+        shutil.rmtree(unfinished)
 
 
 def list_checkpoints(directory: Path) -> list[Path]:
     """Checkpoint directories, oldest first, whether intact or not."""
-    return sorted(directory.glob("step-*")) if directory.is_dir() else []
+    found = (path for path in directory.glob("step-*") if path.name.removeprefix("step-").isdecimal())
+    return sorted(found, key=version_of)
 
 
 def version_of(checkpoint: Path) -> int:

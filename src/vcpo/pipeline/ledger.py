@@ -71,7 +71,7 @@ class Ledger:
             except BaseException:
                 self._connection.close()
                 raise
-        self.fates = Fates(planned, {*range(next_group), *done})
+        self.fates = Fates(planned, next_group, done)
         self._seconds = time.perf_counter() - begin
 
     def write(self) -> None:

@@ -30,6 +30,7 @@ from vcpo.pipeline.checkpoint import (
     latest_intact,
     list_checkpoints,
     load_state,
+    remove_old_checkpoints,
     replace_directory,
     save_checkpoint,
     version_of,
@@ -171,18 +172,9 @@ class _Run:
         """Warm start, then steps until the last one, evaluating and saving on the way."""
         config, learner = self.config, self.learner
         if learner.version >= config.training.max_steps:
-            self.progress.note(f"the run is finished (step {learner.version}): writing its model again")
-            self._write_final_model()
+            self._finish_again()
             return
-        data = self.data
-        with self._disk_errors_explained("the ledger"):
-            self.ledger = ledger = Ledger(
-                self.directory.ledger,
-                config.sampling.num_generations,
-                data.next_group,
-                data.done,
-                self.progress.note,
-            )
+        ledger = self._open_ledger()
         if self.is_new and config.warm_start.steps:
             steps = config.warm_start.steps
             with self.timeline.span("warm start"), self.progress.phase("warm start", steps) as report:
@@ -236,7 +228,7 @@ class _Run:
         if learner.version < config.training.max_steps:
             if last_saved != learner.version:
                 self._save()
-            self._check(ledger, starter)
+            self._check(ledger, starter.progress, starter.next_number)
             self.progress.note(
                 f"stopped after step {learner.version}; continue with: vcpo train"
                 f" {self.directory.path / 'config.yaml'} --resume"
@@ -246,7 +238,31 @@ class _Run:
             raise KeyboardInterrupt
         self._write_final_model()
         ledger.fates.not_needed(learner.version)
-        self._check(ledger, starter)
+        self._check(ledger, starter.progress, starter.next_number)
+
+    def _finish_again(self) -> None:
+        """What comes after the last checkpoint, which a killed run may have left undone."""
+        self.progress.note(f"the run is finished (step {self.learner.version}): writing its model again")
+        remove_old_checkpoints(
+            self.directory.checkpoints, self.learner.version, *self.guard.to_keep(self.learner.version)
+        )
+        self._note_checkpoints()
+        self._write_final_model()
+        ledger = self._open_ledger()
+        ledger.fates.not_needed(self.learner.version)
+        self._check(ledger, self.data, self.data.next_group)
+
+    def _open_ledger(self) -> Ledger:
+        data = self.data
+        with self._disk_errors_explained("the ledger"):
+            self.ledger = Ledger(
+                self.directory.ledger,
+                self.config.sampling.num_generations,
+                data.next_group,
+                data.done,
+                self.progress.note,
+            )
+        return self.ledger
 
     def close(self) -> None:
         """End the runtime and close the logs."""
@@ -286,11 +302,11 @@ class _Run:
             timeline=self.timeline,
         )
 
-    def _check(self, ledger: Ledger, starter: GroupStarter) -> None:
-        """Assert that every trajectory of the run is accounted for."""
-        data, trained = starter.progress, self.learner.version * self.config.training.prompts_per_step
+    def _check(self, ledger: Ledger, data: DataProgress, next_number: int) -> None:
+        """Assert that every trajectory of the run is accounted for. next_number: of the next group to be started."""
+        trained = self.learner.version * self.config.training.prompts_per_step
         with self._disk_errors_explained("the ledger"):
-            ledger.check(data.next_group, data.done, starter.next_number, trained)
+            ledger.check(data.next_group, data.done, next_number, trained)
 
     def _step(self, rollouts: Rollouts, starter: GroupStarter, ledger: Ledger) -> None:
         learner, timeline = self.learner, self.timeline
@@ -391,6 +407,8 @@ class _Run:
         if self.ledger is not None:
             with self._disk_errors_explained("the ledger"):
                 self.ledger.sync()
+        with self._disk_errors_explained("trajectories"):
+            self.trajectories.checkpoint_comes()
         save_checkpoint(
             self.directory.checkpoints,
             self.learner.version,
@@ -399,6 +417,9 @@ class _Run:
             keep,
             spare,
         )
+        self._note_checkpoints()
+
+    def _note_checkpoints(self) -> None:
         with self._disk_errors_explained("trajectories"):
             self.trajectories.checkpoints_are(
                 [version_of(path) for path in list_checkpoints(self.directory.checkpoints)]

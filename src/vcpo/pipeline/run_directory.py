@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-import time
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +12,7 @@ import yaml
 
 from vcpo.config import RunConfig, parse_config
 from vcpo.errors import UserError
+from vcpo.observe.clock import now
 from vcpo.observe.environment import environment
 from vcpo.observe.ledger import FILE_NAME as LEDGER_FILE
 from vcpo.observe.summary import read_sessions
@@ -20,6 +20,7 @@ from vcpo.observe.summary import read_sessions
 Mode = Literal["new", "resume", "overwrite"]
 
 _CONFIG = "config.yaml"
+_BESIDE = f".{_CONFIG}.tmp"  # alone in a directory it is what a run has left that was killed at its very start
 _MARKS = (_CONFIG, "metrics.jsonl", "checkpoints")
 # a resumed run may differ in what it writes, where it runs and how long it goes on, not in what it computes; the
 # watchdog may, too, because a run that it has stopped goes on under other orders
@@ -51,7 +52,7 @@ class RunDirectory:
         path = directory.path
         if path.exists() and not path.is_dir():
             raise UserError(f"output_dir {str(path)!r} is a file")
-        occupied = path.is_dir() and any(path.iterdir())
+        occupied = path.is_dir() and any(inside.name != _BESIDE for inside in path.iterdir())
         holds_run = occupied and any((path / mark).exists() for mark in _MARKS)
         if mode == "new" and holds_run:
             raise UserError(
@@ -78,9 +79,11 @@ class RunDirectory:
         path = directory.path
         try:
             if mode == "overwrite" and path.is_dir():
-                shutil.rmtree(path)
+                directory._empty()
             path.mkdir(parents=True, exist_ok=True)
-            (path / _CONFIG).write_text(yaml.safe_dump(config.to_plain(), sort_keys=False), encoding="utf-8")
+            beside = path / _BESIDE
+            beside.write_text(yaml.safe_dump(config.to_plain(), sort_keys=False), encoding="utf-8")
+            beside.replace(path / _CONFIG)  # at every moment there is a configuration to resume with
         except OSError as error:
             raise UserError(f"output_dir {str(path)!r} cannot be written: {error}") from None
         return directory
@@ -94,14 +97,12 @@ class RunDirectory:
 
     def record_start(self, resumed_at: int | None) -> None:
         """Append what runs, on what, from where."""
-        self._write_environment(
-            {**environment(), "command": sys.argv, "started": time.time(), "resumed_at_step": resumed_at}
-        )
+        self._write_environment({**environment(), "command": sys.argv, "started": now(), "resumed_at_step": resumed_at})
 
     def record_end(self, outcome: str, **facts: Any) -> None:
         """Complete the record of this start: ``finished``, ``interrupted``, ``stopped`` or ``failed``."""
         sessions = self.sessions()
-        sessions[-1].update(outcome=outcome, ended=time.time(), **facts)
+        sessions[-1].update(outcome=outcome, ended=now(), **facts)
         self._dump(sessions)
 
     def sessions(self) -> list[dict[str, Any]]:
@@ -123,6 +124,14 @@ class RunDirectory:
         beside.write_text(json.dumps(sessions, indent=2, default=str), encoding="utf-8")
         beside.replace(target)
 
+    def _empty(self) -> None:
+        """Remove what is there; the configuration last, so that what a killed process leaves is a run all the same."""
+        for inside in sorted(self.path.iterdir(), key=lambda inside: inside.name == _CONFIG):
+            if inside.is_dir() and not inside.is_symlink():
+                shutil.rmtree(inside)
+            else:
+                inside.unlink()
+
     def _may_be_emptied(self) -> bool:
         """Whether this is a run's own directory: other programs, too, have a config.yaml and checkpoints."""
         try:
@@ -135,24 +144,24 @@ class RunDirectory:
 
     def _check_same(self, config: RunConfig) -> None:
         before = parse_config(_read_yaml(self.path / _CONFIG), source=str(self.path / _CONFIG)).to_plain()
-        now = config.to_plain()
+        after = config.to_plain()
         if config.training.lr_scheduler_type == "constant":  # the other schedules depend on the number of steps
-            before["training"]["max_steps"] = now["training"]["max_steps"]
+            before["training"]["max_steps"] = after["training"]["max_steps"]
         for section, keys in _MAY_CHANGE.items():
             for key in keys:
                 (before[section] if section else before).pop(key, None)
-                (now[section] if section else now).pop(key, None)
-        if before != now:
-            changed = _first_difference(before, now, "")
+                (after[section] if section else after).pop(key, None)
+        if before != after:
+            changed = _first_difference(before, after, "")
             raise UserError(f"--resume needs the configuration of the interrupted run, but {changed}")
 
 
-def _first_difference(before: Any, now: Any, key: str) -> str:
-    if isinstance(before, dict) and isinstance(now, dict):
-        for name in sorted(before.keys() | now.keys()):
-            if before.get(name) != now.get(name):
-                return _first_difference(before.get(name), now.get(name), f"{key}.{name}" if key else name)
-    return f"{key} was {before!r} and is now {now!r}"
+def _first_difference(before: Any, after: Any, key: str) -> str:
+    if isinstance(before, dict) and isinstance(after, dict):
+        for name in sorted(before.keys() | after.keys()):
+            if before.get(name) != after.get(name):
+                return _first_difference(before.get(name), after.get(name), f"{key}.{name}" if key else name)
+    return f"{key} was {before!r} and is now {after!r}"
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
