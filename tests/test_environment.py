@@ -13,12 +13,17 @@ import pytest
 from run_cases import assert_equal_weights, final_weights, timeless_metrics, tiny_config
 from vcpo.config import RunConfig
 from vcpo.errors import UserError
+from vcpo.models.loading import end_token_ids, load_model
 from vcpo.observe.metrics import read_metrics
 from vcpo.observe.trajectories import load_minibatch, saved_steps
+from vcpo.pipeline.grading import Grader, InProcessGrading
+from vcpo.pipeline.local import LocalRollouts
+from vcpo.pipeline.rollouts import GroupStarter
 from vcpo.pipeline.run import train
-from vcpo.records import Problem, StopReason, Trajectory
+from vcpo.records import Problem, SamplingParams, StopReason, Trajectory
 from vcpo.tasks.environment import EnvironmentTask, Observation, Turn, TurnRules, turn_rules
-from vcpo.tasks.registry import environment_task
+from vcpo.tasks.prompts import PromptSource
+from vcpo.tasks.registry import environment_task, make_task
 from vcpo.tasks.sort_hints import HintEnvironment, SortHintsTask
 
 PROBLEM = Problem("p", "3142=", {"answer": "1234"})
@@ -222,6 +227,36 @@ def test_a_failed_environment_means_no_reward_and_is_counted(tmp_path: Path) -> 
     assert sum(line["environment_failures"] for line in lines) == len(failed)
     assert {line["environment/calls"] for line in lines} == {2.0}
     assert {line["turns"] for line in lines} == {1.0}
+
+
+def test_only_requests_in_environments_carry_their_problem() -> None:
+    for name, expected in (("sort", None), ("sort_hints", "train-0-0")):
+        config = tiny_config(Path("unused"), f'task={{"name": "{name}", "digits": 4}}', HINTS[1])
+        _, tokenizer = load_model(config.model, 0)
+        starter = GroupStarter(PromptSource(make_task(name, {"digits": 4}), tokenizer, 0, 10, "skip"))
+        [group] = starter.start(1)
+        assert [r.problem and r.problem.id for r in group.requests(2, 0)] == [expected] * 2
+
+
+@pytest.mark.slow
+def test_groups_that_are_started_again_are_still_in_their_environments() -> None:
+    config = tiny_config(Path("unused"), *HINTS, 'runtime={"name": "local", "max_staleness": 2}')
+    model, tokenizer = load_model(config.model, 0)
+    task = make_task("sort_hints", config.task.params)
+    params = SamplingParams(max_tokens=16, stop_token_ids=end_token_ids(model, tokenizer))
+    starter = GroupStarter(PromptSource(task, tokenizer, 0, config.sampling.max_prompt_length, "skip"))
+    rollouts = LocalRollouts(config, model, params, starter, InProcessGrading(Grader(task, None)))
+    try:
+        rollouts.publish(0)
+        first = rollouts.minibatch(0)
+        rollouts.publish(1)
+        rollouts.restart()  # with groups of step 1 finished, being decoded, or waiting
+        rollouts.publish(1)
+        groups = [*first, *rollouts.minibatch(1)]
+    finally:
+        rollouts.close()
+    assert [group.id for group in groups] == [0, 1, 2, 3]
+    assert all(t.turns for group in groups for t in group.trajectories)
 
 
 @pytest.mark.slow
