@@ -13,6 +13,8 @@ import pytest
 import yaml
 
 from vcpo.errors import UserError
+from vcpo.observe.alarms import AlarmLog, Culprit
+from vcpo.observe.watchdog import Alarm
 from vcpo.report.html import write_report
 
 TRANSCRIPT = """# Step 10: 1 of 8 trajectories, from best to worst reward
@@ -91,6 +93,19 @@ def test_what_models_write_stays_text(tmp_path: Path) -> None:
     assert "&lt;/pre&gt;&lt;script&gt;alert(1)&lt;/script&gt;" in page
     assert "<b>" not in page
     assert not any(name.startswith("on") for _, attributes in Elements(page).found for name in attributes)
+
+
+def test_alarms_of_the_watchdog_are_told_with_who_was_behind_them(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    assert "Alarms" not in write_report([run], tmp_path / "without.html").read_text()
+    culprit = Culprit("group 4 response 1", 4, 1, "share of the weights", 0.8125)
+    alarm = Alarm(2, "ess", "below", 0.1, 0.23, 3, 5, "ess 0.1 is below 0.23")
+    log = AlarmLog(run, None)
+    log.write(alarm, [culprit], action="rollback", back_to_step=1)
+    log.write(alarm, [], action="warn", back_to_step=None)
+    page = write_report([run], tmp_path / "report.html").read_text()
+    assert "ess 0.1 is below 0.23; share of the weights: group 4 response 1 (0.812); back to step 1" in page
+    assert "ess 0.1 is below 0.23; warn" in page
 
 
 def test_several_runs_share_one_page_under_names_that_differ(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from vcpo.observe.alarms import read_alarms
 from vcpo.observe.formatting import count, fixed, percent
 from vcpo.observe.summary import finite_values, summary_rows
 from vcpo.observe.transcripts import DIRECTORY, HEADING
@@ -38,7 +39,7 @@ class _TranscriptFile:
 
 
 def write_report(run_dirs: Sequence[Path], out: Path) -> Path:
-    """Write the report of finished or running runs: summary, curves, sample transcripts, configuration.
+    """Write the report of finished or running runs: summary, curves, alarms, sample transcripts, configuration.
 
     The file needs no network and no other file; transcripts and names are escaped. Returns ``out``.
     Raises UserError for a run directory without readable metrics, ValueError without any.
@@ -61,6 +62,7 @@ def write_report(run_dirs: Sequence[Path], out: Path) -> Path:
             {
                 "name": run.name,
                 "colour": line_style(index)["color"],
+                "alarms": _alarms(run.path),
                 "transcripts": _transcripts(run.path / DIRECTORY),
                 "config": yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True),
             }
@@ -152,6 +154,18 @@ def _table(columns: Sequence[dict[str, str]]) -> list[tuple[str, list[str]]]:
     """Rows of a table with one column per run, in the order in which the names first occur."""
     names = dict.fromkeys(name for column in columns for name in column)
     return [(name, [column.get(name, "-") for column in columns]) for name in names]
+
+
+def _alarms(run_dir: Path) -> list[tuple[int, str]]:
+    """The step and the story of each of the watchdog's alarms: what it saw, who was behind it, what was done."""
+    stories = []
+    for alarm in read_alarms(run_dir):
+        found = alarm["trajectories"]
+        names = ", ".join(f"{culprit['trajectory']} ({fixed(culprit['value'])})" for culprit in found)
+        behind = f"; {found[0]['quantity']}: {names}" if found else ""
+        done = alarm["action"] if alarm["back_to_step"] is None else f"back to step {alarm['back_to_step']}"
+        stories.append((int(alarm["step"]), f"{alarm['sentence']}{behind}; {done}"))
+    return stories
 
 
 def _transcripts(directory: Path) -> list[_TranscriptFile]:
