@@ -83,16 +83,18 @@ def test_short_spans_of_one_title_become_one_that_sums_their_amounts(tmp_path: P
     ]
 
 
-def test_a_merged_span_ends_at_a_pause_and_after_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_merged_span_ends_at_a_pause_and_after_a_tenth_of_a_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     timeline = Timeline.open(tmp_path, "sampler-0", 9)
-    clock = iter([10_000_000, 11_000_000, 30_000_000, 1_500_000_000, 1_501_000_000])
+    clock = iter([10_000_000, 11_000_000, 30_000_000, 150_000_000, 151_000_000])
     monkeypatch.setattr("vcpo.observe.timeline.time.monotonic_ns", lambda: next(clock))
-    for begin in (0, 10_500_000, 29_000_000, 30_100_000, 1_500_100_000):
+    for begin in (0, 10_500_000, 29_000_000, 30_100_000, 150_100_000):
         timeline.more("decode", begin)
     monkeypatch.undo()
     timeline.close()
     found = [(each["ts"], each["dur"], each["args"]["times"]) for each in spans(tmp_path, "sampler-0")]
-    assert found == [(0, 11_000, 2), (29_000, 1_471_000, 2), (1_500_100, 900, 1)]
+    assert found == [(0, 11_000, 2), (29_000, 121_000, 2), (150_100, 900, 1)]
 
 
 def test_threads_have_tracks_of_their_own_and_lose_nothing(tmp_path: Path) -> None:
@@ -233,6 +235,18 @@ def test_a_run_records_its_first_steps_and_the_command_shows_them(tmp_path: Path
     assert "from the end of step 1 to that of step 3" in answer.stdout
     trace = json.loads((run / DIRECTORY / "trace.json").read_text(encoding="utf-8"))
     assert {event["cat"] for event in trace["traceEvents"] if "cat" in event} >= {"training", "sampling"}
+
+
+def test_the_sampler_says_what_it_decodes_and_when_it_has_nothing_to_do(tmp_path: Path) -> None:
+    changes = ("runtime=local", "logging.timeline_steps=3", "training.max_steps=3", "reward.processes=0")
+    run = train(tiny_config(tmp_path / "run", *changes), make_report=False)
+    recorded = spans(run, "sampler-0")
+    assert {each["cat"] for each in recorded} >= {"loading", "idle", "loading weights", "decoding"}
+    decoding = [each["args"] for each in recorded if each["cat"] == "decoding"]
+    assert sum(args["responses"] for args in decoding) >= 3 * 2 * 4  # every response takes at least one step
+    assert all(sum(args.get("seconds_of", {}).values()) > 0 for args in decoding[:1])  # the prompts' tokens
+    steps = [event for event in read_trace(run).events["sampler-0"] if event.get("cat") == "step"]
+    assert steps[0]["args"] == {"step": 0}  # the weights that it began with
 
 
 def test_a_resumed_run_records_anew(tmp_path: Path) -> None:

@@ -124,6 +124,7 @@ def _decode_until_closed(
     while True:
         # waits only when there is nothing to decode; reading a closed pipe raises EOFError
         if not engine.num_active and not held:
+            timeline.flush()  # the end of the run may come in this wait, by a kill
             with timeline.span("idle"):
                 pipe.poll(None)
         while pipe.poll(0):
@@ -140,9 +141,10 @@ def _decode_until_closed(
             # without in-flight updates, new requests wait until the engine is empty and the new weights are in
             engine.submit(held)
             held = []
-        begin, active = timeline.now(), engine.num_active
+        begin, active, spent = timeline.now(), engine.num_active, engine.spent
         finished = engine.step()
         beats.value += 1
-        timeline.more("decoding", begin, f"decoding, version {engine.version}", slot_steps=active)
+        other = {name: seconds - spent[name] for name, seconds in engine.spent.items()}
+        timeline.more("decoding", begin, f"decoding, version {engine.version}", other, responses=active)
         if finished:
             pipe.send(finished)

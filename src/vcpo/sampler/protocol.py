@@ -23,6 +23,11 @@ class Engine(Protocol):
         """Requests submitted and not yet finished, waiting ones included."""
         ...
 
+    @property
+    def spent(self) -> Mapping[str, float]:
+        """Seconds that all steps together have spent on other things than decoding, by name."""
+        ...
+
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Queue requests; they start in this order as slots become free, those that continue a response first.
 

@@ -7,6 +7,7 @@ cache is recomputed for new weights. One step is therefore the only place where 
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -68,6 +69,7 @@ class TorchEngine:
         self._cache = SlotCache(slots)
         self._table = SlotTable.empty(slots, params.max_tokens)
         self._slots = slots
+        self._prefill_seconds = 0.0
         self._waiting: deque[GenerationRequest] = deque()
         self._continued: deque[GenerationRequest] = deque()  # waiting as well; started before the others
         self._is_end_V = np.zeros(max([self._vocabulary, *(id + 1 for id in params.stop_token_ids)]), dtype=np.bool_)
@@ -85,6 +87,11 @@ class TorchEngine:
     def num_active(self) -> int:
         """See ``Engine``."""
         return self._table.count + len(self._waiting) + len(self._continued)
+
+    @property
+    def spent(self) -> Mapping[str, float]:
+        """See ``Engine``. On a GPU, whose work goes on after the call, the time that it took to ask for it."""
+        return {"prefill": self._prefill_seconds}
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """See ``Engine``. Raises UserError also for an empty prompt and for ids outside the model's vocabulary."""
@@ -125,9 +132,11 @@ class TorchEngine:
     def _refill(self) -> None:
         number = min(self._slots - self._table.count, len(self._waiting) + len(self._continued))
         if number:
+            begin = time.perf_counter()
             requests = [(self._continued or self._waiting).popleft() for _ in range(number)]
             rows = self._table.add(requests, self._version)
             self._prefill(rows, [self._table.cached_tokens(row) for row in rows])
+            self._prefill_seconds += time.perf_counter() - begin
 
     def _prefill(self, rows: Sequence[int], sequences: Sequence[NDArray[np.int64]]) -> None:
         """Compute the cache of ``rows`` from their sequences; equal sequences once."""

@@ -71,6 +71,7 @@ class TurnEngine:
         self._steps = EnvironmentSteps(self._rules.max_concurrent, self._rules.step_timeout, clock)
         self._responses: dict[tuple[int, int], _Response] = {}
         self._submitted = 0
+        self._waited = 0.0
 
     @property
     def version(self) -> int:
@@ -81,6 +82,11 @@ class TurnEngine:
     def num_active(self) -> int:
         """See ``Engine``. Includes the responses whose environments are at work."""
         return len(self._responses)
+
+    @property
+    def spent(self) -> Mapping[str, float]:
+        """See ``Engine``."""
+        return {**self._inner.spent, "waiting for environments": self._waited}
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """See ``Engine``. Raises ValueError for a request without its problem, or one that is being decoded."""
@@ -101,7 +107,10 @@ class TurnEngine:
         """See ``Engine``. When all responses wait for environments, it waits a moment for the first answer."""
         finished = []
         continued = []
-        for answer in self._answers():
+        begin = time.perf_counter()
+        answers = self._answers()
+        self._waited += time.perf_counter() - begin
+        for answer in answers:
             result = self._answered(self._responses[answer.key], answer)
             if isinstance(result, Trajectory):
                 finished.append(result)
