@@ -125,9 +125,9 @@ def test_an_unknown_method_in_a_comparison(recipe: Path, tmp_path: Path) -> None
     assert "unknown variant or method 'vpco'; did you mean 'vcpo'?" in sentence
 
 
-def test_evaluating_a_run_without_a_final_model(tmp_path: Path, finished_run: Path) -> None:
+def test_evaluating_a_run_without_weights(tmp_path: Path, finished_run: Path) -> None:
     (tmp_path / "config.yaml").write_bytes((finished_run / "config.yaml").read_bytes())
-    assert "has no final model yet: name one of its checkpoints" in refused("eval", tmp_path)
+    assert "has neither a final model nor an intact checkpoint yet" in refused("eval", tmp_path)
 
 
 def test_evaluating_a_run_takes_no_recipe(recipe: Path, finished_run: Path) -> None:
@@ -209,8 +209,9 @@ def test_evaluating_a_run(finished_run: Path, tmp_path: Path) -> None:
     record = json.loads((out / "eval.json").read_text())
     assert record["metrics"]["problems"] == 5
     assert parse_config(record["config"]).model.path == str(finished_run / "model")
-    responses = [json.loads(line) for line in (out / "responses.jsonl").read_text().splitlines()]
-    assert len(responses) == 10
+    lines = [json.loads(line) for line in (out / "problems.jsonl").read_text().splitlines()]
+    responses = [response for line in lines for response in line["responses"]]
+    assert (len(lines), len(responses)) == (5, 10)
     assert record["metrics"]["accuracy"] == pytest.approx(sum(r["correct"] for r in responses) / 10)
 
 

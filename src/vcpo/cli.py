@@ -13,7 +13,7 @@ import typer
 import yaml
 from rich.console import Console
 
-from vcpo.config import RunConfig, load_config, parse_config, parse_override, set_dotted
+from vcpo.config import RunConfig, load_config, parse_override
 from vcpo.errors import StoppedByWatchdog, UserError, suggest
 
 app = typer.Typer(
@@ -143,42 +143,28 @@ def replay_minibatch(
 @app.command("eval")
 @_answers_mistakes
 def evaluate(
-    model: Annotated[str, typer.Argument(help="A run directory, a model directory or a hub id.")],
+    model: Annotated[str, typer.Argument(help="A run, one of its checkpoints, a model directory or a hub id.")],
     words: Words = None,
     task: Annotated[str, typer.Option(help="Task name, when no recipe is given.")] = "",
-    problems: Annotated[int, typer.Option(help="Number of held-out problems.", min=0)] = 0,
-    n: Annotated[int, typer.Option(help="Responses per problem.", min=0)] = 0,
-    out: Annotated[Path | None, typer.Option(help="Write the result as JSON and the responses as JSONL here.")] = None,
+    problems: Annotated[int | None, typer.Option(help="Number of held-out problems.", min=1)] = None,
+    n: Annotated[int | None, typer.Option(help="Responses per problem.", min=1)] = None,
+    out: Annotated[Path | None, typer.Option(help="Write eval.json and problems.jsonl into this directory.")] = None,
 ) -> None:
-    """Measure accuracy on held-out problems: vcpo eval RUN [key.sub=value ...] or vcpo eval MODEL RECIPE.yaml [...]."""
-    from vcpo.pipeline.run_directory import RunDirectory
+    """Measure mean@n, pass@k and maj@n: vcpo eval RUN [key.sub=value ...], or vcpo eval MODEL RECIPE.yaml [...]."""
+    from vcpo.pipeline.eval_subject import find_subject
 
-    extra = []
+    words = list(words or [])
+    recipe = Path(words.pop(0)) if words and "=" not in words[0] else None
     if task:
-        extra.append(f"task={json.dumps(task)}")
+        words.insert(0, f"task={json.dumps(task)}")
     if problems:
-        extra.append(f"eval.num_problems={problems}")
+        words.append(f"eval.num_problems={problems}")
     if n:
-        extra.append(f"eval.num_generations={n}")
-    if (Path(model) / "config.yaml").is_file():
-        directory, config = RunDirectory.of_finished_or_running(Path(model))
-        if not directory.final_model.is_dir():
-            raise UserError(f"the run {model!r} has no final model yet: name one of its checkpoints/step-*/model")
-        if words and "=" not in words[0]:
-            raise UserError(f"the run {model!r} brings its own configuration: leave out the recipe {words[0]!r}")
-        data = config.to_plain()
-        data["model"] = {"path": str(directory.final_model), "dtype": config.model.dtype, "device": config.model.device}
-        data["warm_start"] = {}
-        for word in [*(words or []), *extra]:
-            set_dotted(data, *parse_override(word))
-        config = parse_config(data)
-    else:
-        config = _config(
-            [*(words or []), f"model.path={json.dumps(model)}", "model.init=null", "warm_start.steps=0", *extra]
-        )
+        words.append(f"eval.num_generations={n}")
+    subject = find_subject(model, recipe, words, lambda text: _err.print(text, markup=False, highlight=False))
     from vcpo.pipeline.standalone_eval import evaluate_model
 
-    evaluate_model(config, model, out)
+    evaluate_model(subject, out)
 
 
 @app.command()

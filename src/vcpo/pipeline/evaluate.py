@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,14 +11,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from vcpo.config import EvalSection, SamplingSection
 from vcpo.errors import UserError
+from vcpo.pipeline.eval_metrics import logged_k, majority_correct, mean_correct, pass_at_k
 from vcpo.pipeline.grading import Grading
 from vcpo.pipeline.rollouts import StartedGroup
-from vcpo.records import Group, SamplingParams
+from vcpo.records import GenerationRequest, Group, SamplingParams, Trajectory
 from vcpo.sampler.engines import make_engine
 from vcpo.sampler.protocol import generate
 from vcpo.tasks.environment import EnvironmentTask
 from vcpo.tasks.prompts import encode_prompt
-from vcpo.tasks.protocol import Task
+from vcpo.tasks.protocol import AnsweringTask, Task
 
 # group ids of evaluation, far from those of training, so that the two never share a sampling seed
 _FIRST_GROUP_ID = 1 << 40
@@ -26,10 +27,26 @@ _FIRST_GROUP_ID = 1 << 40
 
 @dataclass(frozen=True)
 class EvalResult:
-    """Metrics of one evaluation and the graded groups behind them."""
+    """Metrics of one evaluation and the graded groups behind them.
+
+    answers: what every response of every group answers, for tasks that can tell (``AnsweringTask``).
+    """
 
     metrics: dict[str, float]
     groups: list[Group]
+    answers: list[list[str | None]] | None
+
+    def per_problem(self) -> dict[str, list[float]]:
+        """The values of every problem whose means are the metrics: accuracy, pass@k for all k, and maj@n."""
+        correct = [[t.grade is not None and t.grade.correct for t in group.trajectories] for group in self.groups]
+        n = len(correct[0])
+        values = {"accuracy": [mean_correct(row) for row in correct]}
+        for k in range(1, n + 1):
+            values[f"pass_at_{k}"] = [pass_at_k(row, k) for row in correct]
+        if self.answers is not None and n > 1:
+            pairs = zip(self.answers, correct, strict=True)
+            values[f"maj_at_{n}"] = [majority_correct(answers, row) for answers, row in pairs]
+        return values
 
 
 class Evaluator:
@@ -74,9 +91,18 @@ class Evaluator:
                 f" ({self._too_long} are longer): raise sampling.max_prompt_length, or give the task evaluation data"
             )
 
+    @property
+    def params(self) -> SamplingParams:
+        """How responses are drawn."""
+        return self._params
+
+    def requests(self) -> list[GenerationRequest]:
+        """All responses that are to be sampled, always the same ones."""
+        size = self._section.num_generations
+        return [request for group in self._groups for request in group.requests(size, self._seed)]
+
     def run(self, model: PreTrainedModel, progress: Any = None) -> EvalResult:
         """Sample and grade. ``progress`` is called with the number of responses finished and asked for."""
-        section = self._section
         engine = make_engine(
             self._task,
             model,
@@ -86,24 +112,49 @@ class Evaluator:
             tokenizer=self._tokenizer,
             in_rounds=True,  # for the same responses every time
         )
-        requests = [r for group in self._groups for r in group.requests(section.num_generations, self._seed)]
-        trajectories = generate(engine, requests, progress)
-        size = section.num_generations
-        groups = self._grading.grade_all(
-            [(group, trajectories[i * size : (i + 1) * size]) for i, group in enumerate(self._groups)]
-        )
-        return EvalResult(self._metrics(groups), groups)
+        return self.result(generate(engine, self.requests(), progress))
 
-    def _metrics(self, groups: list[Group]) -> dict[str, float]:
+    def result(self, trajectories: Sequence[Trajectory]) -> EvalResult:
+        """Grade the responses to ``requests``, which may come in any order."""
+        members: dict[int, list[Trajectory]] = {group.id: [] for group in self._groups}
+        for trajectory in trajectories:
+            members[trajectory.group_id].append(trajectory)
+        groups = self._grading.grade_all([(group, members[group.id]) for group in self._groups])
+        answers, failed = self._answers(groups)
+        result = EvalResult({}, groups, answers)
+        result.metrics.update(self._metrics(groups, result.per_problem()))
+        if answers is not None and failed:
+            result.metrics["answers_failed"] = float(failed)
+        return result
+
+    def _answers(self, groups: Sequence[Group]) -> tuple[list[list[str | None]] | None, int]:
+        """What each response answers, and for how many the task failed to tell."""
+        if not isinstance(self._task, AnsweringTask):
+            return None, 0
+        failed = 0
+        answers: list[list[str | None]] = []
+        for group in groups:
+            answers.append([])
+            for trajectory in group.trajectories:
+                try:
+                    answers[-1].append(self._task.answer_of(group.problem, trajectory.text))
+                except Exception:  # a user's code on hostile text; an answer that cannot be read has no vote
+                    failed += 1
+                    answers[-1].append(None)
+        return answers, failed
+
+    def _metrics(self, groups: list[Group], values: Mapping[str, list[float]]) -> dict[str, float]:
         grades = [t.grade for group in groups for t in group.trajectories if t.grade is not None]
         rewards = [g.reward for g in grades if g.reward is not None]
-        correct = np.array([[t.grade is not None and t.grade.correct for t in g.trajectories] for g in groups])
         lengths = [len(t.response_ids_T) for g in groups for t in g.trajectories]
-        per_problem = correct.mean(axis=1)
+        per_problem = np.array(values["accuracy"])
+        n = self._section.num_generations
+        chosen = [*(f"pass_at_{k}" for k in logged_k(n)), f"maj_at_{n}"]
         return {
             "accuracy": float(per_problem.mean()),
             # the spread over problems, which are the independent unit; their responses are not
             "accuracy_stderr": float(per_problem.std(ddof=1) / np.sqrt(len(per_problem))) if len(groups) > 1 else 0.0,
+            **{name: float(np.mean(values[name])) for name in chosen if name in values},
             "reward": float(np.mean(rewards)) if rewards else float("nan"),
             "unscored": float(len(grades) - len(rewards)),
             "response_length": float(np.mean(lengths)),

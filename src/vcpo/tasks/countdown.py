@@ -76,6 +76,15 @@ class CountdownTask:
         """Evaluate each response's expression, bounded and exactly."""
         return [self._grade(problem, text) for problem, text in zip(problems, completions, strict=True)]
 
+    def answer_of(self, problem: Problem, completion: str) -> str | None:
+        """The expression without white space, if it is well formed."""
+        expression = self._expression(completion)
+        try:
+            evaluate(expression)
+        except ExpressionError:
+            return None
+        return "".join(expression.split())
+
     def demonstration(self, problem: Problem, rng: random.Random) -> str:
         """A right expression in the form that the prompt asks for. Raises UserError when there is none."""
         numbers, target = problem.columns["numbers"], problem.columns["target"]
@@ -85,14 +94,16 @@ class CountdownTask:
         return expression if self.options.style == "short" else f"<answer>{expression}</answer>"
 
     def _grade(self, problem: Problem, completion: str) -> Grade:
-        expression = completion if self.options.style == "short" else _last_answer_tag(completion)
         try:
-            evaluation = evaluate(expression)
+            evaluation = evaluate(self._expression(completion))
         except ExpressionError:
             return Grade(reward=0.0, correct=False, parts={"format": 0.0})
         same_numbers = sorted(evaluation.numbers) == sorted(problem.columns["numbers"])
         correct = same_numbers and evaluation.value == problem.columns["target"]
         return Grade(reward=1.0 if correct else self.options.format_reward, correct=correct, parts={"format": 1.0})
+
+    def _expression(self, completion: str) -> str:
+        return completion if self.options.style == "short" else _last_answer_tag(completion)
 
     def _draw(self, rng: random.Random) -> tuple[Hashable, tuple[list[int], int, str]]:
         numbers, target, solution = random_problem(

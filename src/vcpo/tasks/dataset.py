@@ -34,6 +34,10 @@ class DatasetTask(DataTask):
         """Exact match, where there is an answer."""
         return [self._grade(problem, text) for problem, text in zip(problems, completions, strict=True)]
 
+    def answer_of(self, problem: Problem, completion: str) -> str | None:
+        """The whole response without its outer white space, if that leaves anything."""
+        return completion.strip() or None
+
     def _grade(self, problem: Problem, completion: str) -> Grade:
         answer = problem.columns.get(self.options.answer_column)
         if answer is None:

@@ -41,6 +41,11 @@ class GSM8KTask(DataTask):
         """Compare numbers as exact fractions: ``18``, ``$18.00`` and ``36/2`` are the same answer."""
         return [_grade(problem, text) for problem, text in zip(problems, completions, strict=True)]
 
+    def answer_of(self, problem: Problem, completion: str) -> str | None:
+        """The number that is graded, as a fraction in lowest terms."""
+        answer = final_number(completion)
+        return None if answer is None else str(answer)
+
     def _problem(self, table: Table, index: int) -> Problem:
         options = self.options
         question = table.text(index, options.question_column)

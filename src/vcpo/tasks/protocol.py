@@ -34,6 +34,18 @@ class Task(Protocol):
 
 
 @runtime_checkable
+class AnsweringTask(Task, Protocol):
+    """A task that can tell which answer a response gives, so that the responses of an evaluation can vote (maj@n)."""
+
+    def answer_of(self, problem: Problem, completion: str) -> str | None:
+        """The answer, written so that equal answers are equal texts; ``None`` where the response gives none.
+
+        Completions are hostile text, and this runs in the evaluation's own process: bounded work, nothing evaluated.
+        """
+        ...
+
+
+@runtime_checkable
 class DemonstratedTask(Task, Protocol):
     """A task that can show right answers, for a supervised warm start."""
 

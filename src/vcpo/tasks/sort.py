@@ -44,6 +44,10 @@ class SortTask:
             grades.append(Grade(reward=float(correct), correct=correct))
         return grades
 
+    def answer_of(self, problem: Problem, completion: str) -> str | None:
+        """The whole response, if it is not empty."""
+        return completion or None
+
     def demonstration(self, problem: Problem, rng: random.Random) -> str:
         """The sorted digits."""
         return str(problem.columns["answer"])
