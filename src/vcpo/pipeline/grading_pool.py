@@ -35,6 +35,7 @@ from vcpo.records import Grade, Group, Problem, Trajectory
 from vcpo.tasks.protocol import Task
 
 _MOST_NOTES = 20  # different reasons that are told
+_LOADS = 3  # of a process that ends while it loads, which can be anybody's doing
 
 
 class GradingFailed(RuntimeError):
@@ -233,10 +234,14 @@ class GradingPool:
             process = self._start(index)
         elif process.has_ended():  # between two questions, which is the fault of neither
             process = self._replace(index)
-        try:
-            outcome = process.loaded()
-        except Lost as lost:
-            outcome = {"error": str(lost), "traceback": lost.traceback}
+        for load in range(_LOADS):
+            if load:
+                process = self._replace(index)
+            try:
+                outcome = process.loaded()
+                break
+            except Lost as lost:
+                outcome = {"error": str(lost), "traceback": lost.traceback}
         if "user_error" in outcome:
             self._broken = UserError(outcome["user_error"])
         elif outcome:
