@@ -24,14 +24,18 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import vcpo
+
+if TYPE_CHECKING:
+    from vcpo.config import RunConfig
+    from vcpo.pipeline.run_directory import Mode
 
 SOURCE = Path(vcpo.__file__).parent
 WRITING = tuple(
@@ -154,24 +158,24 @@ class LineCounter:
 
 def kill_at_lines(job: Sequence[Killed], directory: Path, seed: int) -> list[Result]:
     """Do it in a process of its own, all configurations at once."""
-    data = {"directory": str(directory), "seed": seed, "runs": [asdict(killed) for killed in job]}
-    (directory / "job.json").write_text(json.dumps(data))
-    environment = {
-        **os.environ,
-        "VCPO_CACHE": str(directory / "cache"),
-        "OMP_NUM_THREADS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
+    run_driver(Path(__file__), {"directory": str(directory), "seed": seed, "runs": [asdict(killed) for killed in job]})
+    return [_result(directory / killed.name / "result.json") for killed in job]
+
+
+def run_driver(script: Path, job: dict[str, Any], more: Mapping[str, str] = {}) -> None:
+    """Run a script with a job and wait for it. more: of its environment."""
+    directory = Path(job["directory"])
+    (directory / "job.json").write_text(json.dumps(job))
+    settings = {"VCPO_CACHE": str(directory / "cache"), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     done = subprocess.run(
-        [sys.executable, __file__, str(directory / "job.json")],
-        env=environment,
+        [sys.executable, script, str(directory / "job.json")],
+        env={**os.environ, **settings, **more},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [_result(directory / killed.name / "result.json") for killed in job]
+    assert done.returncode == 0, done.stderr[-6000:]
 
 
 def _result(path: Path) -> Result:
@@ -182,7 +186,7 @@ def _result(path: Path) -> Result:
 
 def _main(job_file: str) -> None:
     job = json.loads(Path(job_file).read_text())
-    _import_everything(Path(job["directory"]))
+    import_everything(Path(job["directory"]))
     if os.path.isdir("/proc/self/task"):
         assert len(os.listdir("/proc/self/task")) == 1, "a process with threads cannot be forked"
     workers = {}
@@ -190,14 +194,14 @@ def _main(job_file: str) -> None:
         path = Path(job["directory"]) / run["name"]
         path.mkdir()
         log = path / "worker.log"
-        workers[_fork(partial(_work, Killed(**run), path, job["seed"]), log)] = log
+        workers[fork(partial(_work, Killed(**run), path, job["seed"]), log)] = log
     failed = [log for pid, log in workers.items() if os.waitpid(pid, 0)[1] != 0]
     for log in failed:
         print(log.read_text(), file=sys.stderr)
     sys.exit(bool(failed))
 
 
-def _import_everything(directory: Path) -> None:
+def import_everything(directory: Path) -> None:
     """What a run imports late, too, so that no child pays for it."""
     import torch
 
@@ -216,7 +220,7 @@ def _import_everything(directory: Path) -> None:
     inline_svg(figure, "x")
 
 
-def _fork(action: Callable[[], object], log: Path) -> int:
+def fork(action: Callable[[], object], log: Path) -> int:
     """Run ``action`` in a child whose output goes to ``log``; exit status 0, or 1 after an exception."""
     sys.stdout.flush()
     sys.stderr.flush()
@@ -245,7 +249,7 @@ def _work(killed: Killed, directory: Path, seed: int) -> None:
     result = Result(str(directory / "whole"))
     rng = random.Random(f"{seed} {killed.name}")
     counts = directory / "count.json"
-    if _wait(_fork(lambda: _count_lines(killed, directory / "whole", counts), directory / "whole.log")) != 0:
+    if wait(fork(lambda: _count_lines(killed, directory / "whole", counts), directory / "whole.log")) != 0:
         raise AssertionError((directory / "whole.log").read_text())
     result.lines, result.places = json.loads(counts.read_text())
     while result.kills < killed.kills and len(result.chains) < MOST_ATTEMPTS and not result.problems:
@@ -265,7 +269,7 @@ def _run_chain(killed: Killed, chain: Chain, result: Result, rng: random.Random)
             place = rng.choice(sorted(result.places))
             n = rng.randint(1, result.places[place])
         reading, writing = os.pipe()
-        status = _wait(_fork(partial(_train_until, killed, path, place, n, writing), log))
+        status = wait(fork(partial(_train_until, killed, path, place, n, writing), log))
         os.close(writing)
         where = os.read(reading, 1000).decode()
         os.close(reading)
@@ -276,7 +280,7 @@ def _run_chain(killed: Killed, chain: Chain, result: Result, rng: random.Random)
             result.problems.append(f"{chain}: the run failed:\n{log.read_text()[-6000:]}")
             return
         readers = path.with_suffix(".readers.log")
-        if _wait(_fork(lambda: read_everything(path), readers)) != 0:
+        if wait(fork(lambda: read_everything(path), readers)) != 0:
             result.problems.append(f"{chain}: what is left cannot be read:\n{readers.read_text()[-6000:]}")
             return
         if not was_killed:
@@ -284,7 +288,7 @@ def _run_chain(killed: Killed, chain: Chain, result: Result, rng: random.Random)
     result.problems.append(f"{chain}: it does not come to an end")
 
 
-def _wait(pid: int) -> int:
+def wait(pid: int) -> int:
     deadline = time.monotonic() + SECONDS
     while True:
         done, status = os.waitpid(pid, os.WNOHANG)
@@ -310,22 +314,27 @@ def _count_lines(killed: Killed, path: Path, out: Path) -> None:
 
 
 def _train_until(killed: Killed, path: Path, place: str, n: int, last_words: int) -> None:
-    """As a user who starts again whatever has happened."""
+    from vcpo.pipeline.run import train
+
+    config, mode = started(path, killed.changes)
+    _trace(LineCounter(place, n, last_words))
+    train(config, mode=mode, make_report=killed.report)
+
+
+def started(path: Path, changes: Sequence[str]) -> tuple[RunConfig, Mode]:
+    """The configuration, and how a user starts it who does so again and again whatever has happened."""
     from run_cases import tiny_config
     from vcpo.errors import UserError
-    from vcpo.pipeline.run import train
     from vcpo.pipeline.run_directory import RunDirectory
 
-    config = tiny_config(path, *killed.changes)
+    config = tiny_config(path, *changes)
     try:
         RunDirectory.check(config, "resume")
-        mode: Any = "resume"
     except UserError as error:
         if "holds no run to resume" not in str(error):
             raise
-        mode = "new"
-    _trace(LineCounter(place, n, last_words))
-    train(config, mode=mode, make_report=killed.report)
+        return config, "new"
+    return config, "resume"
 
 
 def _trace(counter: LineCounter) -> None:
