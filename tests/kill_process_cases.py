@@ -7,6 +7,7 @@ start of the run takes several of them.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -93,13 +94,13 @@ class ProcessKiller:
             mark = "spawn_main" if what == "sampler" else "vcpo.pipeline.grading_worker"
             found = [child for child in children if mark in " ".join(_command(child))]
             if found:
-                found[self.lines % len(found)].kill()
+                _end(found[self.lines % len(found)])
                 os.write(self._words, f"{what}: {here}\n".encode())
             return
         pids = " ".join(str(child.pid) for child in children)
         os.write(self._words, f"{what}: {here}; processes {os.getpid()} {pids}\n".encode())
         for child in children if what == "all" else ():
-            child.kill()
+            _end(child)
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -121,6 +122,11 @@ def _command(process: psutil.Process) -> list[str]:
         return process.cmdline()
     except psutil.Error:
         return []
+
+
+def _end(process: psutil.Process) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended by itself
+        process.kill()
 
 
 def _work(killed: KilledProcesses, directory: Path, seed: int) -> None:
