@@ -66,7 +66,8 @@ def test_ctrl_c_in_lockstep_saves_and_the_resumed_run_finishes(tmp_path: Path) -
 def test_signals_to_the_whole_process_group_of_a_local_run_save_and_it_can_be_resumed(tmp_path: Path) -> None:
     """SIGINT as a terminal sends it, then SIGTERM as a batch system does to the resumed run."""
     run = tmp_path / "run"
-    recipe = tiny_recipe(tmp_path / "r.yaml", "training.max_steps=100000", "runtime=local")
+    changes = ("training.max_steps=100000", "runtime=local", "reward.processes=1")
+    recipe = tiny_recipe(tmp_path / "r.yaml", *changes)
     saved = 0
     for number, mode in ((signal.SIGINT, []), (signal.SIGTERM, ["--resume"])):
         process = start_vcpo("train", recipe, *mode, cwd=tmp_path)

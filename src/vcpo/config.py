@@ -112,8 +112,10 @@ class RewardSection(Section):
         description="processes that grade, each with the task and the functions loaded; 0: in the run's own process,"
         " where a grader that hangs holds up the run and one that raises ends it",
     )
-    timeout: PositiveFloat = Field(
+    timeout: float = Field(
         60.0,
+        gt=0,
+        le=1e6,
         description="seconds for the answers to one prompt, then the grading process is killed and replaced and what"
         " was not graded has no reward; not with processes=0",
     )

@@ -65,7 +65,8 @@ class Grader:
         or kind raise UserError.
         """
         problems = [problem] * len(answers)
-        grades = _checked(self._task, self._grades_of_task(problems, answers), len(answers))
+        whose = f"the grader of task {type(self._task).__name__}"
+        grades = checked_grades(self._grades_of_task(problems, answers), len(answers), whose)
         return grades if self._rewards is None else self._rewards.apply(problems, answers, grades)
 
     def _grades_of_task(self, problems: Sequence[Problem], answers: Sequence[str]) -> Any:
@@ -76,8 +77,8 @@ class Grader:
             raise
 
 
-def _checked(task: Task, grades: Any, count: int) -> list[Grade]:
-    whose = f"the grader of task {type(task).__name__}"
+def checked_grades(grades: Any, count: int, whose: str) -> list[Grade]:
+    """The grades with plain numbers. Raises UserError that names ``whose`` they are when they are something else."""
     if not isinstance(grades, list | tuple) or len(grades) != count:
         raise UserError(f"{whose} returned {_short(grades)}; it must return a list with one Grade per answer ({count})")
     return [_plain(grade, f"{whose} returned {_short(grade)} for answer {i}") for i, grade in enumerate(grades)]

@@ -7,7 +7,6 @@ in ``vcpo.pipeline.grading_worker``, how one is started and ended in ``vcpo.pipe
 from __future__ import annotations
 
 import contextlib
-import pickle
 import queue
 import signal
 import threading
@@ -23,6 +22,7 @@ from vcpo.pipeline.grading import (
     Grading,
     InProcessGrading,
     Work,
+    checked_grades,
     graded,
     in_order,
     make_gradable_task,
@@ -204,18 +204,11 @@ class GradingPool:
 
     def _ask(self, index: int, job: _Job, problem: Problem, texts: list[str]) -> Sequence[Grade | _Failure]:
         """One grade per text, or for all of them the failure."""
-        try:
-            question = pickle.dumps((problem, texts))
-        except Exception as error:
-            raise UserError(
-                f"problem {problem.id!r} cannot be sent to the grading process ({type(error).__name__}: {error}):"
-                " give it columns that can be pickled, or grade in the run's own process with reward.processes=0"
-            ) from None
         process = self._loaded_process(index)
         if job.future.cancelled():
             raise CancelledError
         try:
-            outcome = process.ask(question)
+            outcome = process.ask(problem, texts)
         except Lost as lost:
             self._replace(index)
             return [_Failure(str(lost), process.pid, lost.traceback)] * len(texts)
@@ -223,7 +216,8 @@ class GradingPool:
             raise UserError(outcome["user_error"])
         if "error" in outcome:
             return [_Failure(outcome["error"], process.pid, outcome["traceback"])] * len(texts)
-        return [Grade(*row) for row in outcome["grades"]]
+        # a process that has been talked into sending something else must not hurt the run either
+        return checked_grades([Grade(*row) for row in outcome["grades"]], len(texts), f"grading process {process.pid}")
 
     def _loaded_process(self, index: int) -> GradingProcess:
         """The process, ready to be asked. Raises when it cannot be had, from then on for ever."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import pickle
 import re
 import signal
 import socket
@@ -24,8 +23,11 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-_WORKER = "import json, sys; sys.path[:] = json.loads(sys.argv[1])\n"
-_WORKER += "from vcpo.pipeline.grading_worker import main; main(int(sys.argv[2]), int(sys.argv[3]))"
+from vcpo.errors import UserError
+from vcpo.records import Problem
+
+_WORKER = "import sys; sys.path[:] = sys.argv[3:]\n"
+_WORKER += "from vcpo.pipeline.grading_worker import main; main(int(sys.argv[1]), int(sys.argv[2]))"
 _GUARD = "import os, sys; sys.stdin.read(); os.killpg(int(sys.argv[1]), 9)"
 
 _GRACE = 0.2  # seconds over the time-out in which the process may still write down where it is
@@ -59,7 +61,7 @@ class GradingProcess:
         ours, theirs = socket.socketpair()
         with theirs:
             passed = theirs.fileno(), self._trace.fileno()
-            command = [sys.executable, "-c", _WORKER, json.dumps(sys.path), *map(str, passed)]
+            command = [sys.executable, "-c", _WORKER, *map(str, passed), *sys.path]
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=passed, start_new_session=True)
         # isolated, without site: it imports nothing
         command = [sys.executable, "-I", "-S", "-c", _GUARD, str(self._process.pid)]
@@ -71,7 +73,7 @@ class GradingProcess:
         self._killing = threading.Lock()
         self._is_killed = False
         with contextlib.suppress(OSError):  # it has ended, which ``loaded`` tells
-            self._pipe.send_bytes(pickle.dumps((plain_config, timeout)))
+            self._pipe.send((plain_config, timeout))
 
     @property
     def pid(self) -> int:
@@ -93,16 +95,21 @@ class GradingProcess:
         """Whether a loaded process has ended although nothing has been asked."""
         return self._is_loaded and self._pipe.poll(0)
 
-    def ask(self, question: bytes) -> dict[str, Any]:
+    def ask(self, problem: Problem, texts: list[str]) -> dict[str, Any]:
         """What came of grading: ``grades``, or ``user_error``, or ``error`` with its ``traceback``.
 
-        question: pickled problem and texts. Raises Lost after the time-out and when the process ends.
+        Raises Lost after the time-out and when the process ends, UserError for a problem that cannot be sent.
         """
         deadline = time.monotonic() + self._timeout + _GRACE
         try:
-            self._pipe.send_bytes(question)
+            self._pipe.send((problem, texts))
         except OSError:
             raise self._lost(timed_out=False) from None
+        except Exception as error:  # of making bytes of it, before any is sent
+            raise UserError(
+                f"problem {problem.id!r} cannot be sent to the grading process ({type(error).__name__}: {error}):"
+                " give it columns that can be pickled, or grade in the run's own process with reward.processes=0"
+            ) from None
         return self._receive(deadline)
 
     def kill(self) -> None:
@@ -136,7 +143,7 @@ class GradingProcess:
     def _lost(self, timed_out: bool) -> Lost:
         self.kill()
         self._trace.seek(0)
-        trace = self._trace.read().decode(errors="replace")
+        trace = self._trace.read(_LONGEST).decode(errors="replace")
         if timed_out:
             reason = f"no grade within {self._timeout:g} s"
         else:

@@ -1,7 +1,7 @@
 """What runs in a grading process: it loads the task and the reward functions, then grades what it is sent.
 
-Its only contact with the learner is one socket. What comes is pickled by the learner, which may be believed. What goes
-back is JSON, because the code that runs here may have been talked into anything by the text that it reads.
+Its only contact with the learner is one socket. What comes was pickled by the learner, which may be believed. What
+goes back is JSON, because the code that runs here may have been talked into anything by the text that it reads.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import contextlib
 import faulthandler
 import json
 import os
-import pickle
 import signal
 import sys
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, TextIO
 
 from vcpo.config import parse_config
@@ -40,6 +40,8 @@ def main(socket_number: int, trace_number: int) -> None:
     for ending in ENDING_SIGNALS:
         signal.signal(ending, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING_SIGNALS)
+    with contextlib.suppress(OSError):  # Linux: short of memory, end this process rather than the learner
+        Path("/proc/self/oom_score_adj").write_text("500")
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # what is printed is seen before a kill
     with Connection(socket_number) as learner, os.fdopen(trace_number, "w") as trace:
         faulthandler.enable(trace)
@@ -48,12 +50,14 @@ def main(socket_number: int, trace_number: int) -> None:
 
 
 def _serve(learner: Connection, trace: TextIO) -> None:
-    plain, timeout = pickle.loads(learner.recv_bytes())  # noqa: S301
+    plain, timeout = learner.recv()
     loaded: list[Any] = []
     _send(learner, _outcome(lambda: loaded.extend(make_task_and_grader(parse_config(plain)))))
+    if not loaded:
+        return
     _, grader = loaded
     while True:
-        problem, answers = pickle.loads(learner.recv_bytes())  # noqa: S301
+        problem, answers = learner.recv()
         trace.seek(0)
         trace.truncate()
         faulthandler.dump_traceback_later(timeout, file=trace)

@@ -232,5 +232,5 @@ def _notes(config: RunConfig, sizes: ModelSizes | None) -> Iterator[str]:
     yield "Responses are decoded by the embedded torch engine, the only one so far; serving engines are faster."
     if config.watchdog.rolls_back:
         yield "The watchdog keeps as many checkpoints as a rollback needs, which can be more than save_total_limit."
-    if any(":" in name for name in [config.task.name, *config.reward.reward_funcs]):
-        yield "Your own graders run in the learner's process without a time limit: one that hangs holds up the run."
+    if not config.reward.processes and any(":" in name for name in [config.task.name, *config.reward.reward_funcs]):
+        yield "Your own graders run in the learner's process (reward.processes=0): one that hangs holds up the run."
