@@ -183,12 +183,12 @@ def test_a_row_without_solution_cannot_be_demonstrated(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "sentence"),
     [
-        ({"target": 5}, "row 2: column 'numbers' must be a list"),
-        ({"nums": [1, "2"], "target": 5}, "row 2: column 'nums' must be a list"),
-        ({"nums": [1, 2]}, "row 2: column 'target' must be a whole number, not None"),
-        ({"reward_model": None}, "row 2: column 'reward_model' is null"),
+        ({"target": 5}, "row 2: has numbers that must be a list"),
+        ({"nums": [1, "2"], "target": 5}, "row 2: has nums that must be a list"),
+        ({"nums": [1, 2]}, "row 2: has a target that must be a whole number, not None"),
+        ({"reward_model": None}, "row 2: column 'reward_model' has no 'ground_truth' in it: it is None"),
         ({"reward_model": {"ground_truth": "15"}}, r"row 2: column 'reward_model\.ground_truth' must hold"),
-        ({"reward_model": {"ground_truth": {"numbers": [1]}}}, r"'reward_model\.ground_truth\.target'"),
+        ({"reward_model": {"ground_truth": {"numbers": [1]}}}, r"'reward_model\.ground_truth' has a target"),
     ],
 )
 def test_a_bad_row_is_named_with_its_column(tmp_path: Path, row: dict[str, Any], sentence: str) -> None:

@@ -85,7 +85,7 @@ def test_columns_keep_the_row_and_the_bare_answer(tmp_path: Path) -> None:
 
 def test_other_column_names_and_bare_answers(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", [{"problem": "3+4?", "final": "7"}])
-    task = GSM8KTask(path=path, question_column="problem", answer_column="final")
+    task = GSM8KTask(path=path, prompt_column="problem", answer_column="final")
     assert task.grade([task.train_problem(0, 0)], ["7"])[0].correct
 
 
@@ -98,7 +98,7 @@ def test_other_column_names_and_bare_answers(tmp_path: Path) -> None:
             {"question": "3+4?", "answer": "seven"},
             "row 4: column 'answer' has no single number as its answer, but 'seven'",
         ),
-        ({"question": "3+4?", "answer": 7}, "row 4: column 'answer' must be a non-empty string, not 7"),
+        ({"question": "3+4?", "answer": [7]}, r"row 4: column 'answer' must be text or a number, not \[7\]"),
         ({"question": " ", "answer": "7"}, "row 4: column 'question' must be a non-empty string"),
         ({"question": None, "answer": "7"}, "row 4: column 'question' is null"),
     ],

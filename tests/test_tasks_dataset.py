@@ -33,7 +33,14 @@ def test_other_columns_are_kept_for_reward_functions(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", {"q": [{"role": "user", "content": "hi"}], "prompt": "kept", "level": 3})
     problem = DatasetTask(path=path, prompt_column="q").train_problem(0, 0)
     assert problem.prompt == [{"role": "user", "content": "hi"}]
-    assert problem.columns == {"prompt": "kept", "level": 3}
+    assert problem.columns == {"q": [{"role": "user", "content": "hi"}], "prompt": "kept", "level": 3}
+    (tmp_path / "b.jsonl").write_text('{"prompt": "2+2=", "answer": "4", "level": 1}')
+    # a column called prompt comes to reward functions as `prompts`
+    assert DatasetTask(path=str(tmp_path / "b.jsonl")).train_problem(0, 0).columns == {
+        "answer": "4",
+        "level": 1,
+        "gold": "4",
+    }
 
 
 def test_without_answers_there_is_no_reward_rather_than_zero(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def own(tmp_path: Path) -> str:
     ("name", "params", "sentence"),
     [
         ("srot", {}, "unknown task 'srot'; did you mean 'sort'?"),
-        ("zzz", {}, "unknown task 'zzz'; allowed: countdown, dataset, gsm8k, sort"),
+        ("zzz", {}, "unknown task 'zzz'; allowed: countdown, dataset, gsm8k, math, sort"),
         ("sort", {"digitz": 3}, "unknown key task.digitz; did you mean 'digits'?"),
         ("sort", {"digits": "many"}, "task.digits = 'many' must be a valid integer"),
         ("sort", {"digits": 0}, "task.digits = 0 must be greater than 0"),

@@ -39,7 +39,7 @@ def test_formats_give_the_same_rows(tmp_path: Path) -> None:
         ("a.jsonl", b"[" * 100_000, r"a\.jsonl, row 1: not valid JSON"),
         ("a.jsonl", b'{"a": "\xff"}', r"a\.jsonl' is not UTF-8 text"),
         ("a.csv", b"prompt,answer\n1,2\n1,2,3\n", r"a\.csv, row 2: has 3 fields for 2 columns"),
-        ("a.csv", b"prompt,prompt\n1,2\n", r"a\.csv: the header names a column twice"),
+        ("a.csv", b"prompt,prompt\n1,2\n", r"a\.csv: the header names the column 'prompt' twice"),
         ("a.csv", b'prompt,answer\n1,"2', r"a\.csv, row 1: not valid CSV"),
         ("a.parquet", b"PAR1 is only the beginning", r"a\.parquet' is not a readable parquet file"),
         ("a.parquet", b"", r"a\.parquet' is not a readable parquet file"),
@@ -105,3 +105,69 @@ def test_a_bad_prompt_is_named(tmp_path: Path, value: object, sentence: str) -> 
     table = read_file(str(tmp_path / "a.jsonl"))
     with pytest.raises(UserError, match=rf"a\.jsonl, row 1: column 'prompt' {sentence}"):
         table.prompt(0, "prompt")
+
+
+@pytest.mark.parametrize(
+    ("name", "contents", "sentence"),
+    [
+        ("a.jsonl", b"\xef\xbb\xbf", r"a\.jsonl has no rows"),
+        ("a.jsonl", b'{"a": 1, "a": 2}', r"a\.jsonl, row 1: not valid JSON \(an object names 'a' twice\)"),
+        ("a.jsonl", b'{"a": {"b": 1, "b": 2}}', r"row 1: not valid JSON \(an object names 'b' twice\)"),
+        ("a.jsonl", '{"a": "ü"}'.encode("utf-16"), r"not UTF-8 text: it looks like UTF-16; save it as UTF-8"),
+        ("a.csv", "a,b\n1,ü\n".encode("latin-1"), r"not UTF-8 text: line 2 has the byte 0xfc at position 2"),
+        # far beyond the first block that is read
+        (
+            "a.jsonl",
+            b'{"a": 1}\n' * 5000 + b'{"a": "\xff"}',
+            r"not UTF-8 text: line 5001 has the byte 0xff at position 7",
+        ),
+        ("a.csv", b"prompt,,answer\n1,2,3\n", r"a\.csv: a column has no name in the header: 'prompt', '', 'answer'"),
+        ("a.csv", b"prompt,answer\n1,2\n\n\n1\n", r"a\.csv, row 4: has 1 fields for 2 columns"),
+        ("a.tsv", b"prompt\tanswer\n1\t2\n", r"must be \.jsonl, \.parquet or \.csv"),
+    ],
+)
+def test_odd_files(tmp_path: Path, name: str, contents: bytes, sentence: str) -> None:
+    (tmp_path / name).write_bytes(contents)
+    with pytest.raises(UserError, match=sentence):
+        read_file(str(tmp_path / name))
+
+
+def test_odd_but_readable_files(tmp_path: Path) -> None:
+    text = "x" * 1_000_000
+    (tmp_path / "a.csv").write_bytes(b"\xef\xbb\xbfprompt,answer\r\n" + text.encode() + b',"2\r\n3"\r\n')
+    assert read_file(str(tmp_path / "a.csv")).rows == [{"prompt": text, "answer": "2\r\n3"}]
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "caf\xc3\xa9"}\r\n')
+    assert read_file(str(tmp_path / "a.jsonl")).rows == [{"prompt": "café"}]
+
+
+def test_parquet_that_names_a_column_twice(tmp_path: Path) -> None:
+    table = pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["a", "a"])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(UserError, match="names the column 'a' twice"):
+        read_file(str(tmp_path / "a.parquet"))
+
+
+def test_dotted_names_look_inside_columns(tmp_path: Path) -> None:
+    row = {"a": {"b": {"c": 1}, "d": None}, "a.d": 2, "list": [1]}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row))
+    table = read_file(str(tmp_path / "a.jsonl"))
+    assert (table.value(0, "a.b.c"), table.value(0, "a.d")) == (1, 2)  # a column of that very name goes first
+    assert table.has("a.b") and not table.has("a.x") and not table.has("list.x")  # noqa: PT018
+    for column, sentence in (
+        ("a.b.cc", r"column 'a\.b\.cc' is missing; did you mean 'c'\?"),
+        ("list.x", r"column 'list' has no 'x' in it: it is \[1\]"),
+        ("lst", r"column 'lst' is missing; did you mean 'list'\?"),
+    ):
+        with pytest.raises(UserError, match=rf"a\.jsonl, row 1: {sentence}"):
+            table.value(0, column)
+
+
+def test_cells_that_are_no_values(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"n": NaN, "half": "\\ud800", "chat": [{"role": "user", "content": "\\udfff"}]}')
+    table = read_file(str(tmp_path / "a.jsonl"))
+    with pytest.raises(UserError, match=r"row 1: column 'n' is NaN \(an empty cell\?\)"):
+        table.value(0, "n")
+    with pytest.raises(UserError, match="row 1: column 'half' has half of a character"):
+        table.text(0, "half")
+    with pytest.raises(UserError, match="row 1: column 'chat' has half of a character"):
+        table.prompt(0, "chat")

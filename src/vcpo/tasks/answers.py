@@ -30,7 +30,7 @@ def final_number(response: str) -> Fraction | None:
     answer is None, as it is for a response without numbers.
     """
     text = _plain(response)
-    boxed = _last_box(text)
+    boxed = last_box(text)
     if boxed is None:
         return _last_number(text)
     inside = _COMMAND.sub(" ", boxed.rpartition("=")[2])
@@ -45,6 +45,22 @@ def parse_number(text: str) -> Fraction | None:
     """
     matches = list(_NUMBER.finditer(_plain(text)))
     return _value(matches[0]) if len(matches) == 1 else None
+
+
+def last_box(text: str) -> str | None:
+    """The contents of the ``\\boxed{...}`` that closes last, in one pass over the braces; ``None`` without one."""
+    contents = None
+    opened: list[int | None] = []  # where the contents of each open brace start, for a box
+    for match in _BRACE.finditer(text):
+        if match["box"]:
+            opened.append(match.end())
+        elif match["open"]:
+            opened.append(None)
+        elif match["close"] and opened:
+            start = opened.pop()
+            if start is not None:
+                contents = text[start : match.start()]
+    return contents
 
 
 def _last_number(text: str) -> Fraction | None:
@@ -87,19 +103,3 @@ def _plain(text: str) -> str:
     text = re.sub(r"(?<=[0-9]) ?(?=\\[dtc]?frac)", " ", text)
     text = _UNIT_EXPONENT.sub("", text)
     return _FRACTION.sub(lambda m: f"{m[1] or m[3]}/{m[2] or m[4]}", text)
-
-
-def _last_box(text: str) -> str | None:
-    """The contents of the box that closes last, found in one pass over the braces."""
-    contents = None
-    opened: list[int | None] = []  # where the contents of each open brace start, for a box
-    for match in _BRACE.finditer(text):
-        if match["box"]:
-            opened.append(match.end())
-        elif match["open"]:
-            opened.append(None)
-        elif match["close"] and opened:
-            start = opened.pop()
-            if start is not None:
-                contents = text[start : match.start()]
-    return contents

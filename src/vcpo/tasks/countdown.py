@@ -10,9 +10,10 @@ from pydantic import Field, model_validator
 
 from vcpo.errors import UserError
 from vcpo.records import Grade, Message, Problem
-from vcpo.tasks.arithmetic import MAX_DIGITS, ExpressionError, evaluate
+from vcpo.tasks.arithmetic import MAX_DIGITS
 from vcpo.tasks.countdown_solutions import random_problem, solve
 from vcpo.tasks.data import DataOptions, DataProblems
+from vcpo.tasks.graders.countdown import CountdownGrader
 from vcpo.tasks.options import options_or_user_error
 from vcpo.tasks.rows import Table
 from vcpo.tasks.streams import eval_draw, train_draw
@@ -57,6 +58,7 @@ class CountdownTask:
 
     def __init__(self, **options: Any) -> None:
         self.options = options_or_user_error(CountdownOptions, options)
+        self._grader = CountdownGrader(bare=self.options.style == "short", format_reward=self.options.format_reward)
         has_data = self.options.path is not None or self.options.dataset_name is not None
         self._data = DataProblems(self.options, self._row_problem) if has_data else None
 
@@ -74,16 +76,11 @@ class CountdownTask:
 
     def grade(self, problems: Sequence[Problem], completions: Sequence[str]) -> list[Grade]:
         """Evaluate each response's expression, bounded and exactly."""
-        return [self._grade(problem, text) for problem, text in zip(problems, completions, strict=True)]
+        return [self._grader.grade(p.columns, text) for p, text in zip(problems, completions, strict=True)]
 
     def answer_of(self, problem: Problem, completion: str) -> str | None:
         """The expression without white space, if it is well formed."""
-        expression = self._expression(completion)
-        try:
-            evaluate(expression)
-        except ExpressionError:
-            return None
-        return "".join(expression.split())
+        return self._grader.answer(completion)
 
     def demonstration(self, problem: Problem, rng: random.Random) -> str:
         """A right expression in the form that the prompt asks for. Raises UserError when there is none."""
@@ -92,18 +89,6 @@ class CountdownTask:
         if expression is None:
             raise UserError(f"problem {problem.id!r} has no solution: {numbers} do not reach {target}")
         return expression if self.options.style == "short" else f"<answer>{expression}</answer>"
-
-    def _grade(self, problem: Problem, completion: str) -> Grade:
-        try:
-            evaluation = evaluate(self._expression(completion))
-        except ExpressionError:
-            return Grade(reward=0.0, correct=False, parts={"format": 0.0})
-        same_numbers = sorted(evaluation.numbers) == sorted(problem.columns["numbers"])
-        correct = same_numbers and evaluation.value == problem.columns["target"]
-        return Grade(reward=1.0 if correct else self.options.format_reward, correct=correct, parts={"format": 1.0})
-
-    def _expression(self, completion: str) -> str:
-        return completion if self.options.style == "short" else _last_answer_tag(completion)
 
     def _draw(self, rng: random.Random) -> tuple[Hashable, tuple[list[int], int, str]]:
         numbers, target, solution = random_problem(
@@ -118,43 +103,27 @@ class CountdownTask:
         return Problem(name, self._prompt(numbers, target), columns)
 
     def _row_problem(self, table: Table, index: int) -> Problem:
-        numbers, target = _ground_truth(table, index)
+        numbers, target = self._ground_truth(table, index)
         given = self.options.style == "given"
         prompt = table.prompt(index, "prompt") if given else self._prompt(numbers, target)
         return Problem(table.name(index), prompt, {**table.rows[index], "numbers": numbers, "target": target})
+
+    def _ground_truth(self, table: Table, index: int) -> tuple[list[int], int]:
+        try:
+            if "reward_model" not in table.rows[index]:
+                gold = self._grader.gold(dict(table.rows[index]))
+                return gold["numbers"], gold["target"]
+        except ValueError as error:
+            raise table.row_error(index, str(error)) from None
+        answer = table.value(index, "reward_model.ground_truth")
+        try:
+            gold = self._grader.gold(answer)
+        except ValueError as error:
+            raise table.error(index, "reward_model.ground_truth", str(error)) from None
+        return gold["numbers"], gold["target"]
 
     def _prompt(self, numbers: list[int], target: int) -> str | list[Message]:
         if self.options.style == "short":
             return f"{','.join(map(str, numbers))}>{target}="
         text = _INSTRUCTIONS.format(numbers=numbers, target=target)
         return [{"role": "user", "content": text}] if self.options.style == "chat" else text + "\n"
-
-
-def _last_answer_tag(completion: str) -> str:
-    """The contents of the last ``<answer>...</answer>``, or nothing."""
-    end = completion.rfind("</answer>")
-    start = completion.rfind("<answer>", 0, max(end, 0))
-    return completion[start + len("<answer>") : end] if start >= 0 else ""
-
-
-def _ground_truth(table: Table, index: int) -> tuple[list[int], int]:
-    row: Any = table.rows[index]
-    prefix = ""
-    if "reward_model" in row:
-        prefix = "reward_model.ground_truth"
-        model = table.value(index, "reward_model")
-        row = model.get("ground_truth") if isinstance(model, dict) else None
-        if not isinstance(row, dict):
-            raise table.error(index, prefix, "must hold the target and the numbers")
-        prefix += "."
-    name = "nums" if "nums" in row else "numbers"
-    numbers, target = row.get(name), row.get("target")
-    if not isinstance(numbers, list) or not numbers or not all(_is_number(number) for number in numbers):
-        raise table.error(index, prefix + name, f"must be a list of whole numbers, not {numbers!r}")
-    if not _is_number(target):
-        raise table.error(index, f"{prefix}target", f"must be a whole number, not {target!r}")
-    return numbers, int(target)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 10**MAX_DIGITS

@@ -1,55 +1,187 @@
-"""Any rows with a prompt column, graded by exact match with an answer column or by the user's reward functions."""
+"""Rows with a question and an answer: which columns they are in, how the prompt is made of them, who grades.
+
+The tasks ``gsm8k`` and ``math`` are this one with other defaults.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from typing import Any, ClassVar
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
-from vcpo.records import Grade, Problem
+from vcpo.errors import UserError
+from vcpo.records import Grade, Message, Problem
 from vcpo.tasks.data import DataOptions, DataTask
+from vcpo.tasks.graders.protocol import AnswerGrader
+from vcpo.tasks.graders.registry import BUILT_IN, make_grader, source_grader, split_grader
 from vcpo.tasks.rows import Table
+
+GOLD = "gold"  # the problem's column with the right answer as the grader takes it
+_VERL_ANSWER = "reward_model.ground_truth"
+_SOURCE = "data_source"
+_PLACE = re.compile(r"\{([A-Za-z_][A-Za-z0-9_.]*)\}")
 
 
 class DatasetOptions(DataOptions):
     """Options of the task ``dataset``."""
 
-    prompt_column: str = Field("prompt", description="text, or a list of chat messages")
-    answer_column: str = Field(
-        "answer", description="the right answer, compared exactly; rows may lack it when reward functions are used"
+    prompt_column: str | None = Field(
+        None,
+        description="the column with the prompt, text or chat messages; a.b for b inside a; null: found by its name",
     )
+    answer_column: str | None = Field(
+        None,
+        description="the column with the right answer; a.b for b inside a; null: found by its name, and rows may all"
+        " lack it when reward functions are used",
+    )
+    grader: str | dict[str, Any] | None = Field(
+        None,
+        description=f"who compares: {', '.join(BUILT_IN)}, file.py:Name, or {{name: ..., option: ...}}; null: by the"
+        " rows' data_source where they have one, else exact",
+    )
+    template: str | None = Field(
+        None, description="text of the prompt, with {column} where a column's value goes; a list becomes lines A. B. C."
+    )
+    instruction: str | None = Field(
+        None, description="what follows the question; for prompts that are chat messages only if given"
+    )
+    system_prompt: str | None = Field(
+        None,
+        description="a system message, or the first line of a plain-text prompt; messages with one keep their own",
+    )
+    chat: bool | None = Field(
+        None, description="true: text becomes a chat message; false: plain text in lines; null: as it is in the rows"
+    )
+
+    @field_validator("grader")
+    @classmethod
+    def _is_a_grader(cls, grader: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
+        if grader is not None:
+            split_grader(grader)
+        return grader
 
 
 class DatasetTask(DataTask):
-    """Reward 1 when the response equals the answer (outer whitespace aside), else 0.
+    """Reward 1 when the grader finds the response right, else 0 (or what the grader says).
 
-    Data without the answer column is for reward functions: responses then have no reward of the task (``None``).
-    Every column except the prompt is kept for graders and reward functions.
+    Columns are found by their names: ``PROMPT_COLUMNS`` and ``ANSWER_COLUMNS`` in that order, verl's
+    ``reward_model.ground_truth`` first. Data without answers is for reward functions: responses then have no reward of
+    the task (``None``). All columns of a row are kept for reward functions, and ``gold``, the answer that is graded by;
+    a column called ``prompt`` that is the prompt comes as ``prompts``.
     """
 
-    Options = DatasetOptions
+    Options: ClassVar[type[DatasetOptions]] = DatasetOptions
+    PROMPT_COLUMNS: ClassVar[tuple[str, ...]] = ("prompt", "question", "problem")
+    ANSWER_COLUMNS: ClassVar[tuple[str, ...]] = (_VERL_ANSWER, "answer")
     options: DatasetOptions
 
+    def __init__(self, **options: Any) -> None:
+        """Raises UserError for wrong options or data, and when a grader's package is missing."""
+        self._graders: dict[str, AnswerGrader] = {}
+        super().__init__(**options)
+
+    @property
+    def needs_time_limit(self) -> bool:
+        """Whether a grader may work for ever on hostile text."""
+        return any(getattr(grader, "needs_time_limit", False) for grader in self._graders.values())
+
     def grade(self, problems: Sequence[Problem], completions: Sequence[str]) -> list[Grade]:
-        """Exact match, where there is an answer."""
+        """One grade per response; no reward where there is no answer."""
         return [self._grade(problem, text) for problem, text in zip(problems, completions, strict=True)]
 
     def answer_of(self, problem: Problem, completion: str) -> str | None:
-        """The whole response without its outer white space, if that leaves anything."""
-        return completion.strip() or None
+        """The answer as the row's grader reads it."""
+        return self._grader(problem.columns.get(_SOURCE)).answer(completion)
 
     def _grade(self, problem: Problem, completion: str) -> Grade:
-        answer = problem.columns.get(self.options.answer_column)
-        if answer is None:
+        gold = problem.columns.get(GOLD)
+        if gold is None:
             return Grade(reward=None)
-        correct = completion.strip() == str(answer).strip()
-        return Grade(reward=float(correct), correct=correct)
+        return self._grader(problem.columns.get(_SOURCE)).grade(gold, completion)
 
     def _problem(self, table: Table, index: int) -> Problem:
-        options = self.options
-        prompt = table.prompt(index, options.prompt_column)
-        # an answer column that was named, or that the first row has, is needed in every row
-        if "answer_column" in options.model_fields_set or table.has(options.answer_column):
-            table.value(index, options.answer_column)
-        columns = {name: value for name, value in table.rows[index].items() if name != options.prompt_column}
+        prompt_column, answer_column = self._prompt_column(table), self._answer_column(table)
+        prompt = self._prompt(table, index, prompt_column)
+        columns = {
+            name: value for name, value in table.rows[index].items() if name != "prompt" or name != prompt_column
+        }
+        if answer_column is not None:
+            columns[GOLD] = self._gold(table, index, answer_column)
         return Problem(table.name(index), prompt, columns)
+
+    def _gold(self, table: Table, index: int, column: str) -> Any:
+        answer, source = table.value(index, column), table.rows[index].get(_SOURCE)
+        if self.options.grader is None and source is not None and source_grader(source) is None:
+            what = f"is {source!r}, for which there is no grader: set task.grader (to {', '.join(BUILT_IN)}, or"
+            raise table.error(index, _SOURCE, f"{what} your own as file.py:Name)")
+        try:
+            return self._grader(source).gold(answer)
+        except ValueError as error:
+            raise table.error(index, column, str(error)) from None
+
+    def _grader(self, source: Any) -> AnswerGrader:
+        chosen = self.options.grader or source_grader(source) or "exact"
+        key = str(chosen)
+        if key not in self._graders:
+            self._graders[key] = make_grader(chosen)
+        return self._graders[key]
+
+    def _prompt_column(self, table: Table) -> str | None:
+        if self.options.prompt_column is not None or self.options.template is not None:
+            return self.options.prompt_column
+        found = next((name for name in self.PROMPT_COLUMNS if table.has(name)), None)
+        if found is None:
+            raise UserError(
+                f"{table.source}, row {table.numbers[0]}: has no column {' or '.join(map(repr, self.PROMPT_COLUMNS))};"
+                f" name the one with the prompt in task.prompt_column (there are: {', '.join(table.rows[0]) or 'none'})"
+            )
+        return found
+
+    def _answer_column(self, table: Table) -> str | None:
+        if self.options.answer_column is not None:
+            return self.options.answer_column
+        # one that the first row has is needed in every row
+        return next((name for name in self.ANSWER_COLUMNS if table.has(name)), None)
+
+    def _prompt(self, table: Table, index: int, column: str | None) -> str | list[Message]:
+        options = self.options
+        if options.template is not None:
+            question: str | list[Message] = _filled(options.template, table, index)
+        else:
+            assert column is not None
+            question = table.prompt(index, column)
+        if not isinstance(question, str):
+            if options.chat is False and "chat" in options.model_fields_set:
+                raise table.error(index, str(column), "has chat messages, and task.chat=false needs text")
+            return self._added_to(question)
+        if options.chat:
+            return self._added_to([{"role": "user", "content": question}], instruct=True)
+        parts = [part for part in (options.system_prompt, question, options.instruction) if part]
+        return "".join(f"{part}\n" for part in parts) if options.chat is False else "\n".join(parts)
+
+    def _added_to(self, messages: list[Message], instruct: bool = False) -> list[Message]:
+        """Messages with the system prompt, and with the instruction at the end of the user's last one."""
+        options = self.options
+        instruction = options.instruction if instruct or "instruction" in options.model_fields_set else None
+        last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=None)
+        if instruction and last is not None:
+            changed = {**messages[last], "content": f"{messages[last]['content']}\n{instruction}"}
+            messages = [*messages[:last], changed, *messages[last + 1 :]]
+        if options.system_prompt and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": options.system_prompt}, *messages]
+        return messages
+
+
+def _filled(template: str, table: Table, index: int) -> str:
+    return _PLACE.sub(lambda match: _written(table.value(index, match[1])), template)
+
+
+def _written(value: Any) -> str:
+    """A value in a prompt; the choices of a question one per line, with their letters."""
+    if isinstance(value, dict) and isinstance(value.get("text"), list):  # ARC's form
+        value = value["text"]
+    if isinstance(value, list) and len(value) <= 26:
+        return "\n".join(f"{chr(ord('A') + i)}. {item}" for i, item in enumerate(value))
+    return str(value)

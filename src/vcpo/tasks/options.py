@@ -18,12 +18,15 @@ class TaskOptions(BaseModel):
 Options = TypeVar("Options", bound=BaseModel)
 
 
-def check_options(model: type[Options], params: dict[str, Any]) -> Options:
-    """The options as a typed record. Raises ValueError with one sentence that names every wrong key."""
+def check_options(model: type[Options], params: dict[str, Any], where: str = "task") -> Options:
+    """The options as a typed record. Raises ValueError with one sentence that names every wrong key.
+
+    where: what the keys are options of, as written in a configuration.
+    """
     try:
         return model.model_validate(params)
     except ValidationError as error:
-        raise ValueError("; ".join(dict.fromkeys(_sentence(model, dict(e)) for e in error.errors()))) from None
+        raise ValueError("; ".join(dict.fromkeys(_sentence(model, dict(e), where) for e in error.errors()))) from None
 
 
 def options_or_user_error(model: type[Options], params: dict[str, Any]) -> Options:
@@ -34,8 +37,8 @@ def options_or_user_error(model: type[Options], params: dict[str, Any]) -> Optio
         raise UserError(str(error)) from None
 
 
-def _sentence(model: type[BaseModel], error: dict[str, Any]) -> str:
-    key = ".".join(["task", *(str(part) for part in error["loc"])])
+def _sentence(model: type[BaseModel], error: dict[str, Any], where: str) -> str:
+    key = ".".join([where, *(str(part) for part in error["loc"])])
     if error["type"] == "extra_forbidden":
         return f"unknown key {key}{suggest(str(error['loc'][-1]), model.model_fields)}"
     if error["type"] == "missing":

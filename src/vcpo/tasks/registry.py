@@ -26,6 +26,7 @@ BUILT_IN: dict[str, str] = {
     "sort_hints": "vcpo.tasks.sort_hints:SortHintsTask",
     "countdown": "vcpo.tasks.countdown:CountdownTask",
     "gsm8k": "vcpo.tasks.gsm8k:GSM8KTask",
+    "math": "vcpo.tasks.competition:MathTask",
     "dataset": "vcpo.tasks.dataset:DatasetTask",
 }
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import difflib
 import json
-from collections.abc import Iterator, Mapping
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,21 @@ from vcpo.errors import UserError, suggest
 from vcpo.records import Message
 
 Row = Mapping[str, Any]
+
+_LARGEST_FIELD = 1 << 26  # characters of a CSV field; Python's own limit is 131,072
+_ABSENT = object()
+
+
+def field(row: Row, column: str, default: Any = None) -> Any:
+    """A value of a row; ``a.b`` is ``b`` inside the column ``a``, unless there is a column of that very name."""
+    if column in row:
+        return row[column]
+    value: Any = row
+    for part in column.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            return default
+        value = value[part]
+    return value
 
 
 @dataclass(frozen=True)
@@ -32,25 +49,30 @@ class Table:
         return len(self.rows)
 
     def has(self, column: str) -> bool:
-        """Whether the first row has the column."""
-        return column in self.rows[0]
+        """Whether the first row has the column (dotted names as in ``field``)."""
+        return field(self.rows[0], column, _ABSENT) is not _ABSENT
 
     def value(self, index: int, column: str) -> Any:
-        """A value that must be there. Raises UserError naming file, row and column when it is missing or null."""
+        """A value that must be there (dotted names as in ``field``).
+
+        Raises UserError naming file, row and column when it is missing, null or NaN.
+        """
         row = self.rows[index]
-        if column not in row:
-            raise self.error(
-                index, column, f"is missing{suggest(column, row)}" if row else "is missing: the row is empty"
-            )
-        if row[column] is None:
+        value = field(row, column, _ABSENT)
+        if value is _ABSENT:
+            raise self._missing(index, column)
+        if value is None:
             raise self.error(index, column, "is null")
-        return row[column]
+        if isinstance(value, float) and math.isnan(value):
+            raise self.error(index, column, "is NaN (an empty cell?)")
+        return value
 
     def text(self, index: int, column: str) -> str:
         """A value that must be a non-empty string."""
         value = self.value(index, column)
         if not isinstance(value, str) or not value.strip():
             raise self.error(index, column, f"must be a non-empty string, not {_short(value)}")
+        self._encodable(index, column, value)
         return value
 
     def prompt(self, index: int, column: str) -> str | list[Message]:
@@ -65,12 +87,36 @@ class Table:
             role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
             if not isinstance(role, str) or not isinstance(content, str):
                 raise self.error(index, column, f"has a message without a text role and content: {_short(message)}")
+            self._encodable(index, column, content)
             messages.append({"role": role, "content": content})
         return messages
 
     def error(self, index: int, column: str, problem: str) -> UserError:
         """The error to raise about one value."""
-        return UserError(f"{self.source}, row {self.numbers[index]}: column {column!r} {problem}")
+        return self.row_error(index, f"column {column!r} {problem}")
+
+    def row_error(self, index: int, problem: str) -> UserError:
+        """The error to raise about a row."""
+        return UserError(f"{self.source}, row {self.numbers[index]}: {problem}")
+
+    def _missing(self, index: int, column: str) -> UserError:
+        row: Any = self.rows[index]
+        if not row:
+            return self.error(index, column, "is missing: the row is empty")
+        # of a dotted name, say what there is where it ends
+        *path, last = column.split(".")
+        inner = field(row, ".".join(path)) if path else row
+        if path and path[0] in row and not isinstance(inner, Mapping):
+            return self.error(index, ".".join(path), f"has no {last!r} in it: it is {_short(inner)}")
+        return self.error(index, column, f"is missing{suggest(last, inner) if inner else suggest(column, row)}")
+
+    def _encodable(self, index: int, column: str, text: str) -> None:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            bad = text[error.start]
+            problem = f"has half of a character ({bad!r} at position {error.start}), which is no text; correct the row"
+            raise self.error(index, column, problem) from None
 
     def name(self, index: int) -> str:
         """An id for the problem made from a row."""
@@ -94,8 +140,8 @@ def read_file(path: str) -> Table:
         numbered = list(reader(file))
     except OSError as error:
         raise UserError(f"data file {path!r} cannot be read: {error}") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"data file {path!r} is not UTF-8 text: {error.reason} at byte {error.start}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"data file {path!r} is not UTF-8 text: {_undecodable(file)}; save it as UTF-8") from None
     return _table(path, numbered)
 
 
@@ -131,7 +177,7 @@ def _read_jsonl(file: Path) -> Iterator[tuple[int, Row]]:
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
+                row = json.loads(line, object_pairs_hook=_object)
             except (ValueError, RecursionError) as error:
                 raise UserError(f"{file}, row {number}: not valid JSON ({error})") from None
             if not isinstance(row, dict):
@@ -139,14 +185,21 @@ def _read_jsonl(file: Path) -> Iterator[tuple[int, Row]]:
             yield number, row
 
 
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        raise ValueError(f"an object names {_repeated(key for key, _ in pairs)!r} twice")
+    return made
+
+
 def _read_csv(file: Path) -> Iterator[tuple[int, Row]]:
+    csv.field_size_limit(_LARGEST_FIELD)
     with file.open(encoding="utf-8-sig", newline="") as lines:
         reader = csv.reader(lines, strict=True)
         number = 0
         try:
             header = next(reader, [])
-            if len(set(header)) != len(header):
-                raise UserError(f"{file}: the header names a column twice: {', '.join(header)}")
+            _check_header(file, header)
             for number, fields in enumerate(reader, start=1):
                 if not fields:
                     continue
@@ -164,10 +217,36 @@ def _read_parquet(file: Path) -> Iterator[tuple[int, Row]]:
     except ImportError:
         raise UserError(f"data file {str(file)!r} needs the package 'pyarrow': pip install 'vcpo[data]'") from None
     try:
-        rows = pyarrow.parquet.read_table(file).to_pylist()
+        with pyarrow.parquet.ParquetFile(file) as parquet:
+            _check_header(file, parquet.schema_arrow.names)
+            rows = parquet.read().to_pylist()
     except pyarrow.ArrowException as error:
         raise UserError(f"data file {str(file)!r} is not a readable parquet file: {error}") from None
     yield from enumerate(rows, start=1)
+
+
+def _check_header(file: Path, header: list[str]) -> None:
+    if len(set(header)) != len(header):
+        raise UserError(f"{file}: the header names the column {_repeated(header)!r} twice; rename one of them")
+    if header and not all(name.strip() for name in header):
+        raise UserError(f"{file}: a column has no name in the header: {', '.join(map(repr, header))}")
+
+
+def _repeated(names: Iterable[str]) -> str:
+    return Counter(names).most_common(1)[0][0]
+
+
+def _undecodable(file: Path) -> str:
+    """Where a file ceases to be UTF-8."""
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if number == 1 and line.startswith((b"\xff\xfe", b"\xfe\xff")):
+                return "it looks like UTF-16"
+            try:
+                line.decode()
+            except UnicodeDecodeError as error:
+                return f"line {number} has the byte 0x{line[error.start]:02x} at position {error.start}"
+    return "its end is cut off"
 
 
 def _nearest_file(path: Path) -> str:
