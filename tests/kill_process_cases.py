@@ -91,7 +91,7 @@ class ProcessKiller:
         here = f"{Path(code.co_filename).name}:{frame.f_lineno} in {code.co_name}"
         children = psutil.Process().children(recursive=True)
         if what in ("sampler", "grader"):
-            mark = "spawn_main" if what == "sampler" else "vcpo.pipeline.grading_worker"
+            mark = "vcpo.pipeline.sampler_process" if what == "sampler" else "vcpo.pipeline.grading_worker"
             found = [child for child in children if mark in " ".join(_command(child))]
             if found:
                 _end(found[self.lines % len(found)])

@@ -145,7 +145,8 @@ def has_steps(run: Path, count: int) -> Callable[[], bool]:
 
 def samplers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
     """The sampler processes of a run."""
-    return [p for p in psutil.Process(process.pid).children(recursive=True) if "spawn_main" in " ".join(p.cmdline())]
+    children = psutil.Process(process.pid).children(recursive=True)
+    return [child for child in children if "sampler_process" in " ".join(child.cmdline())]
 
 
 def gone_within(processes: list[psutil.Process], seconds: float) -> bool:

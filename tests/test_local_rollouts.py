@@ -85,10 +85,6 @@ def go_on(rollouts: LocalRollouts, steps: range) -> None:
         rollouts.minibatch(step)
 
 
-def sampler_pids() -> list[int]:
-    return [p.pid for p in psutil.Process().children() if "spawn_main" in " ".join(p.cmdline())]
-
-
 @pytest.mark.parametrize(
     "runtime",
     [

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import json
 import os
-from multiprocessing.connection import Connection
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -12,10 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from vcpo.errors import UserError
-from vcpo.pipeline.shared_weights import SharedWeights, weights_checksum
+from vcpo.pipeline.shared_memory import OwnedMemory, SharedMemory
+from vcpo.pipeline.shared_weights import PublishedWeights, SharedWeights, weights_checksum
 
-CONTEXT = multiprocessing.get_context("spawn")
 DESCRIPTORS = Path("/proc/self/fd")
+IN_MEMORY = Path("/dev/shm")
 
 
 def make_model(layers: int = 2) -> nn.Module:
@@ -29,43 +33,82 @@ def empty_copies(model: nn.Module) -> dict[str, Tensor]:
     return {name: torch.zeros_like(p) for name, p in model.named_parameters()}
 
 
-def read_and_answer(weights: SharedWeights, into: dict[str, Tensor], pipe: Connection) -> None:
-    version, checksum = weights.read(into)
-    pipe.send(
-        (version, checksum, weights_checksum(into), {name: tensor.float().tolist() for name, tensor in into.items()})
-    )
+def copying(into: dict[str, Tensor]) -> Callable[[Mapping[str, Tensor], int], None]:
+    def load(tensors: Mapping[str, Tensor], version: int) -> None:
+        for name, tensor in tensors.items():
+            into[name].copy_(tensor)
+
+    return load
+
+
+READER = """
+import json, pickle, sys
+from vcpo.pipeline.shared_memory import SharedMemory
+from vcpo.pipeline.shared_weights import SharedWeights
+layout = pickle.load(sys.stdin.buffer)
+weights = SharedWeights(SharedMemory(int(sys.argv[1]), layout.size), layout)
+read = {}
+version, checksum = weights.read(lambda tensors, version: read.update({n: t.tolist() for n, t in tensors.items()}))
+print(json.dumps([version, checksum, read]))
+"""
 
 
 def test_another_process_reads_what_was_published() -> None:
     model = make_model()
-    weights = SharedWeights(model, CONTEXT)
+    weights = PublishedWeights(model)
     weights.publish(model, 7)
-    ours, theirs = CONTEXT.Pipe()
-    process = CONTEXT.Process(target=read_and_answer, args=(weights, empty_copies(model), theirs))
-    process.start()
-    version, published, read, values = ours.recv()
-    process.join()
+    command = [sys.executable, "-c", READER, str(weights.descriptor)]
+    layout = pickle.dumps(weights.layout)
+    said = subprocess.run(command, input=layout, capture_output=True, pass_fds=[weights.descriptor], check=True).stdout
+    version, checksum, values = json.loads(said)
     assert version == 7
-    assert published == read == weights_checksum(dict(model.named_parameters()))
+    assert checksum == weights_checksum(dict(model.named_parameters()))
     assert values == {name: p.tolist() for name, p in model.named_parameters()}
+
+
+def test_a_buffer_that_is_overwritten_while_it_is_read_is_read_again() -> None:
+    model = make_model()
+    weights = PublishedWeights(model)
+    reader = SharedWeights(SharedMemory(weights.descriptor, weights.layout.size), weights.layout)
+    weights.publish(model, 0)
+    seen: list[tuple[int, float]] = []
+
+    def load(tensors: Mapping[str, Tensor], version: int) -> None:
+        seen.append((version, tensors["0.bias"][0].item()))
+        if version == 0:
+            with torch.no_grad():
+                model[0].bias.fill_(9)
+            weights.publish(model, 1)
+
+    assert reader.read(load)[0] == 1
+    assert [version for version, _ in seen] == [0, 1]
+    assert seen[1][1] == 9
+
+
+@pytest.mark.skipif(not IN_MEMORY.is_dir(), reason="needs /dev/shm")
+def test_shared_memory_never_has_a_name() -> None:
+    before = set(os.listdir(IN_MEMORY))
+    memory = OwnedMemory(4096)
+    assert set(os.listdir(IN_MEMORY)) <= before
+    assert bytes(memory.buffer[:]) == bytes(4096)
 
 
 def test_the_newest_version_is_read() -> None:
     model = make_model()
-    weights = SharedWeights(model, CONTEXT)
+    weights = PublishedWeights(model)
     for version in range(3):
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(version)
         weights.publish(model, version)
     copies = empty_copies(model)
-    assert weights.read(copies)[0] == 2
+    assert weights.read(copying(copies))[0] == 2
     assert all(bool((tensor == 2).all()) for tensor in copies.values())
 
 
 def test_versions_must_follow_each_other() -> None:
     model = make_model()
-    weights = SharedWeights(model, CONTEXT)
+    weights = PublishedWeights(model)
     weights.publish(model, 3)
     with pytest.raises(ValueError, match="version 5 published after 3"):
         weights.publish(model, 5)
@@ -86,15 +129,15 @@ def test_the_checksum_tells_old_torn_missing_and_exchanged_weights() -> None:
 @pytest.mark.skipif(not DESCRIPTORS.is_dir(), reason="needs /proc")
 def test_file_descriptors_do_not_grow_with_the_number_of_parameters() -> None:
     before = len(os.listdir(DESCRIPTORS))
-    weights = SharedWeights(make_model(layers=100), CONTEXT)
+    weights = PublishedWeights(make_model(layers=100))
     assert len(os.listdir(DESCRIPTORS)) - before < 10
     assert weights.version == -1
 
 
 def test_too_little_shared_memory_is_the_users_to_mend(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(tensor: Tensor) -> Tensor:
-        raise RuntimeError("unable to allocate shared memory(shm) for file: No space left on device (28)")
+    def full(descriptor: int, start: int, size: int) -> None:
+        raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Tensor, "share_memory_", full)
+    monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(UserError, match=r"GB of shared memory for the weights .*No space left on device"):
-        SharedWeights(make_model(), CONTEXT)
+        PublishedWeights(make_model())

@@ -19,6 +19,7 @@ from vcpo.errors import UserError
 from vcpo.method_config import MethodSection
 from vcpo.methods.spec import MethodSpec
 from vcpo.tasks.registry import task_params
+from vcpo.vllm_environment import DEFAULT_PYTHON
 from vcpo.watchdog_config import WatchdogSection
 
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -137,6 +138,30 @@ class RewardSection(Section):
         return self
 
 
+class TorchEngine(Section):
+    """The engine of this package, in its environment."""
+
+    name: Literal["torch"] = "torch"
+
+
+class VllmEngine(Section):
+    """vLLM, in an environment of its own (docs/vllm.md); ``runtime=local`` only."""
+
+    name: Literal["vllm"]
+    python: str = Field(DEFAULT_PYTHON, description="the interpreter of the environment in which vLLM is installed")
+    gpu_memory_utilization: Annotated[float, Field(gt=0, lt=1)] = Field(
+        0.4, description="share of a GPU's memory for a sampler, weights included; the learner needs the rest"
+    )
+    kv_cache_gb: PositiveFloat | None = Field(
+        None, description="memory for keys and values; null: what gpu_memory_utilization leaves, without a GPU 1"
+    )
+    enforce_eager: bool | None = Field(None, description="run the model without compiling it; null: without a GPU")
+    prefix_caching: bool = Field(True, description="responses that start at the same version share their prompt's keys")
+
+
+Engine = Annotated[TorchEngine | VllmEngine, Field(discriminator="name")]
+
+
 class SamplingSection(Section):
     """How training responses are sampled."""
 
@@ -153,6 +178,12 @@ class SamplingSection(Section):
     slots: PositiveInt = Field(
         128, description="responses decoded at the same time by one sampler (lockstep decodes its whole minibatch)"
     )
+    engine: Engine = TorchEngine()
+
+    @field_validator("engine", mode="before")
+    @classmethod
+    def _engine_shorthand(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _no_truncated_sampling(self) -> SamplingSection:
@@ -316,6 +347,12 @@ class LoggingSection(Section):
     """What a run writes while it trains."""
 
     tensorboard: bool = True
+    report_to: list[str] = Field(
+        default_factory=list,
+        description="experiment trackers: wandb, trackio, mlflow, or `module:Name` / `file.py:Name` for your own",
+    )
+    project: str = Field("vcpo", min_length=1, description="the trackers' project (MLflow: experiment)")
+    run_name: str | None = Field(None, description="the trackers' name of the run; null: the run directory's name")
     transcript_steps: NonNegativeInt = Field(10, description="write sample transcripts every so many steps; 0 for none")
     transcripts_per_step: PositiveInt = 4
     trajectory_steps: NonNegativeInt = Field(
@@ -372,6 +409,10 @@ class RunConfig(Section):
                 raise ValueError(f"{key}.baseline={baseline} needs sampling.num_generations of 2 or more")
         if watchdog.rolls_back and not self.checkpoint.save_steps:
             raise ValueError("watchdog.action=rollback needs checkpoints to go back to: give checkpoint.save_steps")
+        if self.sampling.engine.name == "vllm" and self.runtime.name != "local":
+            raise ValueError(
+                "sampling.engine=vllm needs runtime=local: lockstep repeats a run bit for bit, which vLLM does not"
+            )
         if self.warm_start.steps and self.model.init is None:
             raise ValueError("warm_start.steps needs model.init: a pre-trained model (model.path) is trained as it is")
         longest = self.sampling.max_prompt_length + self.sampling.max_completion_length

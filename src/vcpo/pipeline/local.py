@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import _thread
 import atexit
-import multiprocessing
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -30,7 +29,7 @@ from vcpo.pipeline.pacing import GroupPool, make_policy
 from vcpo.pipeline.prefix_forgetting import PrefixForgetting
 from vcpo.pipeline.rollouts import GroupStarter, StartedGroup, Stopped
 from vcpo.pipeline.sampler_process import Ready, Served
-from vcpo.pipeline.shared_weights import SharedWeights
+from vcpo.pipeline.shared_weights import PublishedWeights
 from vcpo.pipeline.staleness_control import StalenessControl
 from vcpo.pipeline.supervision import Sampler, SamplerDied
 from vcpo.records import Group, SamplingParams, Trajectory
@@ -75,7 +74,6 @@ class LocalRollouts:
         self._restarts = 0
         self._deaths_in_a_row = 0  # without a finished response between them
         self._again: list[StartedGroup] = []  # to be sampled once more when the next weights are published
-        self._context = multiprocessing.get_context("spawn")
         self._launch()
 
     def _launch(self) -> None:
@@ -90,16 +88,16 @@ class LocalRollouts:
         self._failure: BaseException | None = None
         self._waiting = False
         self._closing = threading.Event()
-        self._weights = SharedWeights(self._model, self._context)
+        self._weights = PublishedWeights(self._model)
         self._served = [-1] * self._runtime.samplers
-        # multiprocessing waits for its processes at exit, and samplers end by neither SIGINT nor SIGTERM
+        # a sampler would end by itself, but not before its present step
         atexit.register(self._kill)
         self._samplers = [self._start_sampler(index) for index in range(self._runtime.samplers)]
         self._collector = threading.Thread(target=self._collect, name="vcpo-collector", daemon=True)
         self._collector.start()
 
     def _start_sampler(self, index: int) -> Sampler:
-        return Sampler(index, self._config, self._params, self._weights, self._context, self._timeline_until)
+        return Sampler(index, self._config, self._params, self._weights, self._timeline_until)
 
     @property
     def failure(self) -> BaseException | None:

@@ -1,6 +1,6 @@
 """Weights in shared memory: one writer (the learner), any number of readers (the samplers), no reader ever blocks.
 
-Two buffers take turns: version v lies in buffer v mod 2. A reader copies the newest buffer and checks afterwards that
+Two buffers take turns: version v lies in buffer v mod 2. A reader takes the newest buffer and checks afterwards that
 the writer has not moved on, in which case that buffer may be in the middle of being overwritten and it reads again.
 There is no lock that a process could die with: the version is one aligned 64-bit word, written after its buffer.
 
@@ -10,17 +10,19 @@ its engine decodes with, so weights that were not swapped, or not all of them, a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from ctypes import c_int64
 from dataclasses import dataclass
-from multiprocessing.context import SpawnContext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from vcpo.errors import UserError
+from vcpo.pipeline.shared_memory import OwnedMemory, SharedMemory
 
 _ALIGNMENT = 64  # bytes
+_HEADER = 64  # bytes: the version, then the checksums of both buffers
 
 
 @dataclass(frozen=True)
@@ -30,36 +32,87 @@ class _Place:
     start: int
     stop: int
     dtype: torch.dtype
-    shape: torch.Size
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class WeightsLayout:
+    """What is where in the memory of published weights; it can be sent to another process."""
+
+    places: dict[str, _Place]
+    buffer_size: int
+
+    @classmethod
+    def of(cls, model: nn.Module) -> WeightsLayout:
+        """One buffer holds all parameters of a model."""
+        places = {}
+        size = 0
+        for name, p in model.named_parameters():
+            places[name] = _Place(size, size + p.numel() * p.element_size(), p.dtype, tuple(p.shape))
+            size = -(-places[name].stop // _ALIGNMENT) * _ALIGNMENT
+        return cls(places, size)
+
+    @property
+    def size(self) -> int:
+        """Bytes in all."""
+        return _HEADER + 2 * self.buffer_size
 
 
 class SharedWeights:
-    """Published parameters of a model. Passed to sampler processes as an argument of the process.
+    """Published parameters of a model, as every process sees them."""
 
-    A buffer is one block for all parameters, because every block of shared memory costs each process a file descriptor.
-    """
-
-    def __init__(self, model: nn.Module, context: SpawnContext) -> None:
-        """Raises UserError when the machine has too little shared memory for two copies of the parameters."""
-        self._places: dict[str, _Place] = {}
-        size = 0
-        for name, p in model.named_parameters():
-            self._places[name] = _Place(size, size + p.numel() * p.element_size(), p.dtype, p.shape)
-            size = -(-self._places[name].stop // _ALIGNMENT) * _ALIGNMENT
-        try:
-            self._buffers: list[Tensor] = [torch.empty(size, dtype=torch.uint8).share_memory_() for _ in range(2)]
-        except RuntimeError as error:
-            raise UserError(
-                f"the local runtime needs {2 * size / 1e9:.2f} GB of shared memory for the weights ({error}): enlarge"
-                " it (in a container: docker run --shm-size=8g), or use runtime=lockstep"
-            ) from error
-        self._version: c_int64 = context.RawValue(c_int64, -1)
-        self._checksums = context.RawArray(c_int64, 2)
+    def __init__(self, memory: SharedMemory, layout: WeightsLayout) -> None:
+        """Published in memory that another process has created."""
+        self.layout = layout
+        self._memory = memory
+        self._buffers: list[Tensor] = [
+            torch.frombuffer(memory.buffer, dtype=torch.uint8, offset=start, count=layout.buffer_size)
+            for start in (_HEADER, _HEADER + layout.buffer_size)
+        ]
+        self._version = c_int64.from_buffer(memory.buffer)
+        self._checksums: Any = (c_int64 * 2).from_buffer(memory.buffer, 8)
 
     @property
     def version(self) -> int:
         """The newest published version, -1 before the first."""
         return self._version.value
+
+    def read(self, load: Callable[[Mapping[str, Tensor], int], object]) -> tuple[int, int]:
+        """Call ``load`` with the parameters by name and their version; that version, and its checksum.
+
+        The tensors are the shared ones, so ``load`` copies. It is called again, with the next version, when the writer
+        has been too quick: what it made of the first ones is then of no use.
+        """
+        while True:
+            version = self.version
+            load({name: self._published(name, version) for name in self.layout.places}, version)
+            checksum = self._checksums[version % 2]
+            if self.version == version:
+                return version, checksum
+
+    def _published(self, name: str, version: int) -> Tensor:
+        """A parameter in the buffer of a version (a view)."""
+        place = self.layout.places[name]
+        block: Tensor = self._buffers[version % 2]
+        return block[place.start : place.stop].view(place.dtype).view(place.shape)
+
+
+class PublishedWeights(SharedWeights):
+    """The writer's side. descriptor: to be passed to the sampler processes, which need ``layout`` as well."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Raises UserError when the machine has too little shared memory for two copies of the parameters."""
+        layout = WeightsLayout.of(model)
+        try:
+            memory = OwnedMemory(layout.size)
+        except OSError as error:
+            raise UserError(
+                f"the local runtime needs {layout.size / 1e9:.2f} GB of shared memory for the weights ({error}):"
+                " enlarge it (in a container: docker run --shm-size=8g), or use runtime=lockstep"
+            ) from error
+        super().__init__(memory, layout)
+        self.descriptor = memory.descriptor
+        self._version.value = -1
 
     def publish(self, model: nn.Module, version: int) -> None:
         """Copy the model's parameters into the older buffer, then announce them. Versions must increase by one."""
@@ -71,23 +124,6 @@ class SharedWeights:
                 self._published(name, version).copy_(parameter)
         self._checksums[version % 2] = weights_checksum(dict(model.named_parameters()))
         self._version.value = version
-
-    def read(self, into: Mapping[str, Tensor]) -> tuple[int, int]:
-        """Copy the newest complete version into the tensors of the same names; which one it was, and its checksum."""
-        while True:
-            version = self.version
-            with torch.no_grad():
-                for name, tensor in into.items():
-                    tensor.copy_(self._published(name, version))
-            checksum = self._checksums[version % 2]
-            if self.version == version:
-                return version, checksum
-
-    def _published(self, name: str, version: int) -> Tensor:
-        """A parameter in the buffer of a version (a view)."""
-        place = self._places[name]
-        block: Tensor = self._buffers[version % 2]
-        return block[place.start : place.stop].view(place.dtype).view(place.shape)
 
 
 def weights_checksum(parameters: Mapping[str, Tensor]) -> int:

@@ -10,20 +10,27 @@ import contextlib
 import os
 import queue
 import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from ctypes import c_int64
-from multiprocessing import resource_tracker
-from multiprocessing.context import SpawnContext
-from multiprocessing.process import BaseProcess
+from multiprocessing.connection import Connection
+from pathlib import Path
 
+from vcpo import vllm_environment
 from vcpo.config import LocalRuntime, RunConfig
 from vcpo.errors import UserError
 from vcpo.pipeline.interrupt import ENDING_SIGNALS
-from vcpo.pipeline.sampler_process import Failure, Message, run_sampler
-from vcpo.pipeline.shared_weights import SharedWeights
+from vcpo.pipeline.sampler_process import BEATS_SIZE, Failure, Message, Start
+from vcpo.pipeline.shared_memory import OwnedMemory
+from vcpo.pipeline.shared_weights import PublishedWeights
 from vcpo.records import GenerationRequest, SamplingParams
+
+_PROGRAM = "import sys; sys.path[:] = sys.argv[4:] or sys.path\n"
+_PROGRAM += "from vcpo.pipeline.sampler_process import main; main(*map(int, sys.argv[1:4]))"
 
 _STACK_SECONDS = 2.0  # for a hung process to write its stack before it is killed
 
@@ -39,31 +46,22 @@ class Sampler:
     """
 
     def __init__(
-        self,
-        index: int,
-        config: RunConfig,
-        params: SamplingParams,
-        weights: SharedWeights,
-        context: SpawnContext,
-        timeline_until: int,
+        self, index: int, config: RunConfig, params: SamplingParams, weights: PublishedWeights, timeline_until: int
     ) -> None:
         self.index = index
         self.ready = False
         self.hung: str | None = None
-        self._beats: c_int64 = context.RawValue(c_int64, 0)
+        beats = OwnedMemory(BEATS_SIZE)
+        self._beats = c_int64.from_buffer(beats.buffer)
         self._seen = 0, time.monotonic()
         self._checking = threading.Lock()
-        self.pipe, theirs = context.Pipe()
-        self.process: BaseProcess = context.Process(
-            target=run_sampler,
-            args=(index, config.to_plain(), params, weights, theirs, self._beats, timeline_until),
-            name=f"vcpo-sampler-{index}",
-            daemon=True,
-        )
-        with _children_block_signals():
-            self.process.start()
-        theirs.close()  # so that our end sees the end of file when the sampler is gone
-        self._outbox: queue.SimpleQueue[list[GenerationRequest] | None] = queue.SimpleQueue()
+        ours, theirs = socket.socketpair()
+        with theirs, _children_block_signals():
+            passed = theirs.fileno(), weights.descriptor, beats.descriptor
+            self.process = _start(config, passed)
+        self.pipe = Connection(ours.detach())
+        self._outbox: queue.SimpleQueue[Start | list[GenerationRequest] | None] = queue.SimpleQueue()
+        self._outbox.put(Start(index, config.to_plain(), params, weights.layout, timeline_until))
         threading.Thread(target=self._write, name=f"vcpo-outbox-{index}", daemon=True).start()
 
     @property
@@ -89,7 +87,8 @@ class Sampler:
         try:
             message: Message | Failure = self.pipe.recv()
         except (EOFError, OSError):  # OSError: killed in the middle of a message
-            self.process.join(5)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(5)
             raise SamplerDied(f"{self.name} {self.hung or self._ending()}") from None
         if isinstance(message, Failure):
             if message.by_user:
@@ -121,7 +120,7 @@ class Sampler:
     def kill(self) -> None:
         """End the process and wait until it is gone. Samplers hold nothing that is worth an orderly end."""
         self.process.kill()
-        self.process.join()
+        self.process.wait()
 
     def close(self) -> None:
         """End the process and release what belongs to it."""
@@ -131,18 +130,35 @@ class Sampler:
 
     def _show_stack(self) -> None:
         """Let the process write where it is, which ends it; it may be beyond that."""
-        if hasattr(signal, "SIGUSR1") and self.process.pid is not None and self.process.is_alive():
+        if hasattr(signal, "SIGUSR1") and self.process.poll() is None:
             os.kill(self.process.pid, signal.SIGUSR1)
-            self.process.join(_STACK_SECONDS)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(_STACK_SECONDS)
 
     def _write(self) -> None:
         with contextlib.suppress(OSError):  # the reader of the pipe reports a dead sampler
-            while (requests := self._outbox.get()) is not None:
-                self.pipe.send(requests)
+            while (message := self._outbox.get()) is not None:
+                self.pipe.send(message)
 
     def _ending(self) -> str:
-        code = self.process.exitcode
+        code = self.process.returncode
         return f"died with exit code {code}" + (" (killed; out of memory?)" if code == -signal.SIGKILL else "")
+
+
+def _start(config: RunConfig, passed: Sequence[int]) -> subprocess.Popen[bytes]:
+    """A sampler process, in the environment that its engine needs. passed: file descriptors, its arguments."""
+    assert config.runtime.name == "local"
+    engine = config.sampling.engine
+    python, path, variables = sys.executable, sys.path, dict[str, str]()
+    if engine.name == "vllm":
+        python, path = str(Path(engine.python).absolute()), []  # not resolved: a venv is known by its link
+        variables = vllm_environment.variables(config.runtime.sampler_threads)
+    return subprocess.Popen(
+        [python, "-c", _PROGRAM, *map(str, passed), *path],
+        stdin=subprocess.DEVNULL,
+        pass_fds=passed,
+        env={**os.environ, **variables},
+    )
 
 
 @contextlib.contextmanager
@@ -152,11 +168,6 @@ def _children_block_signals() -> Iterator[None]:
     A sampler needs seconds to import what it needs before it can ignore them itself, and Ctrl-C in that time must not
     kill it. A new program inherits which signals are blocked. Here they stay pending until the end of the block.
     """
-    if not hasattr(signal, "pthread_sigmask"):  # Windows, where processes have no signals from outside
-        yield
-        return
-    # the first process started in this way brings a resource tracker along, whose start would lift the block
-    resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
     try:
         yield

@@ -28,6 +28,11 @@ class Engine(Protocol):
         """Seconds that all steps together have spent on other things than decoding, by name."""
         ...
 
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        """The tensors that it decodes with, by the names of the model's parameters."""
+        ...
+
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Queue requests; they start in this order as slots become free, those that continue a response first.
 

@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from vcpo.errors import UserError
 from vcpo.models.attention import ATTENTION
-from vcpo.records import GenerationRequest, ResponsePrefix, SamplingParams, StopReason, Trajectory
+from vcpo.records import GenerationRequest, SamplingParams, StopReason, Trajectory
 from vcpo.sampler.drawing import draw, uniforms
 from vcpo.sampler.kv_cache import SlotCache
+from vcpo.sampler.limits import Limits, check_params
 from vcpo.sampler.slots import SlotTable
 from vcpo.sampler.stopping import StopStrings
 
@@ -55,7 +55,7 @@ class TorchEngine:
         tokenizer: PreTrainedTokenizerBase | None = None,
         version: int = 0,
     ) -> None:
-        _check_params(params, tokenizer)
+        check_params(params, tokenizer)
         if model.config._attn_implementation != ATTENTION:
             raise ValueError(f"the engine needs a model loaded with attn_implementation={ATTENTION!r}")
         self._model = model
@@ -63,16 +63,16 @@ class TorchEngine:
         self._tokenizer = tokenizer
         self._version = version
         embedding: Any = model.get_input_embeddings()
-        self._vocabulary = int(embedding.weight.shape[0])
+        vocabulary = int(embedding.weight.shape[0])
         own_limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        self._max_length = min(max_length, own_limit or max_length)
+        self._limits = Limits(vocabulary, min(max_length, own_limit or max_length), params.max_tokens)
         self._cache = SlotCache(slots)
         self._table = SlotTable.empty(slots, params.max_tokens)
         self._slots = slots
         self._prefill_seconds = 0.0
         self._waiting: deque[GenerationRequest] = deque()
         self._continued: deque[GenerationRequest] = deque()  # waiting as well; started before the others
-        self._is_end_V = np.zeros(max([self._vocabulary, *(id + 1 for id in params.stop_token_ids)]), dtype=np.bool_)
+        self._is_end_V = np.zeros(max([vocabulary, *(id + 1 for id in params.stop_token_ids)]), dtype=np.bool_)
         self._is_end_V[list(params.stop_token_ids)] = True
         self._stop_strings = None
         if params.stop_strings and tokenizer is not None:
@@ -93,10 +93,15 @@ class TorchEngine:
         """See ``Engine``. On a GPU, whose work goes on after the call, the time that it took to ask for it."""
         return {"prefill": self._prefill_seconds}
 
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        """See ``Engine``."""
+        return dict(self._model.named_parameters())
+
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """See ``Engine``. Raises UserError also for an empty prompt and for ids outside the model's vocabulary."""
         for request in requests:
-            self._check_request(request)
+            self._limits.check(request)
         self._continued.extend(request for request in requests if request.prefix is not None)
         self._waiting.extend(request for request in requests if request.prefix is None)
 
@@ -234,37 +239,6 @@ class TorchEngine:
         for name, parameter in parameters.items():
             parameter.copy_(tensors[name])
 
-    def _check_request(self, request: GenerationRequest) -> None:
-        name, ids = request.name, request.prompt_ids
-        if not len(ids):
-            raise UserError(f"{name}: the prompt has no tokens; a response needs at least one to follow")
-        if self._is_foreign(ids):
-            raise UserError(f"{name}: the prompt holds token ids outside the model's vocabulary of {self._vocabulary}")
-        if request.prefix is not None:
-            self._check_prefix(name, request.prefix)
-        if len(ids) + self._params.max_tokens > self._max_length:
-            raise UserError(
-                f"{name}: a prompt of {len(ids)} tokens and a response of up to {self._params.max_tokens} exceed the"
-                f" limit of {self._max_length} tokens; shorten the prompt or lower max_completion_length"
-            )
-
-    def _check_prefix(self, name: str, prefix: ResponsePrefix) -> None:
-        length = len(prefix.ids_T)
-        if any(len(array) != length for array in (prefix.mask_T, prefix.logprobs_T, prefix.versions_T)):
-            raise ValueError(f"{name}: the arrays of the response to be continued differ in length")
-        if length >= self._params.max_tokens:
-            raise UserError(
-                f"{name}: a response of {length} tokens cannot be continued within the limit of"
-                f" {self._params.max_tokens}; raise max_completion_length"
-            )
-        if length and self._is_foreign(prefix.ids_T):
-            raise UserError(
-                f"{name}: the response holds token ids outside the model's vocabulary of {self._vocabulary}"
-            )
-
-    def _is_foreign(self, ids: NDArray[np.int64]) -> bool:
-        return bool(ids.min() < 0 or ids.max() >= self._vocabulary)
-
     def _check_finite(self, logprobs_B: NDArray[np.float32]) -> None:
         bad = np.flatnonzero(~np.isfinite(logprobs_B))
         if len(bad):
@@ -277,17 +251,3 @@ class TorchEngine:
 
     def _to_device(self, array: NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._model.device)
-
-
-def _check_params(params: SamplingParams, tokenizer: PreTrainedTokenizerBase | None) -> None:
-    if params.max_tokens < 1:
-        raise UserError(f"max_tokens is {params.max_tokens}; it must be at least 1")
-    if not (params.temperature >= 0 and 0 < params.top_p <= 1 and params.top_k >= 0):
-        raise UserError(
-            f"temperature={params.temperature}, top_p={params.top_p}, top_k={params.top_k} cannot be sampled with:"
-            " temperature must be 0 or more, top_p in (0, 1], top_k 0 (off) or more"
-        )
-    if "" in params.stop_strings:
-        raise UserError("a stop string is empty; remove it")
-    if params.stop_strings and tokenizer is None:
-        raise UserError("stop strings need a tokenizer to decode the responses with")

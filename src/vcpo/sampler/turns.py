@@ -88,6 +88,11 @@ class TurnEngine:
         """See ``Engine``."""
         return {**self._inner.spent, "waiting for environments": self._waited}
 
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        """See ``Engine``."""
+        return self._inner.weights
+
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """See ``Engine``. Raises ValueError for a request without its problem, or one that is being decoded."""
         new: dict[tuple[int, int], _Response] = {}
