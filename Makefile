@@ -4,8 +4,9 @@ VENV := .venv
 STAMP := $(VENV)/.set-up
 UNFINISHED := $(VENV)/.set-up-unfinished
 BIN := $(VENV)/bin
+TRACKERS := .venv-trackers
 
-.PHONY: setup train test lint types clean
+.PHONY: setup train test test-trackers lint types clean
 
 setup: $(STAMP)
 
@@ -27,6 +28,19 @@ train: setup
 test: setup
 	$(BIN)/python -m pytest
 
+# Experiment trackers need other versions of some packages than the rest, so they lie in an environment on top of it.
+test-trackers: $(TRACKERS)/.set-up
+	$(TRACKERS)/bin/python -m pytest tests/test_trackers_installed.py
+
+$(TRACKERS)/.set-up: $(STAMP) constraints-trackers.txt
+	@rm -rf $(TRACKERS) && $(BIN)/python -m venv $(TRACKERS)
+	@echo "Installing experiment trackers into $(TRACKERS)"
+	@$(TRACKERS)/bin/python -m pip install --quiet --disable-pip-version-check -r constraints-trackers.txt
+	@site='import sysconfig; print(sysconfig.get_path("purelib"))'; \
+	  echo "import site; site.addsitedir('$$($(BIN)/python -c "$$site")')" \
+	  > "$$($(TRACKERS)/bin/python -c "$$site")/vcpo.pth"
+	@touch $@
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -35,4 +49,4 @@ types: setup
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(TRACKERS) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

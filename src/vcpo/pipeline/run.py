@@ -22,6 +22,8 @@ from vcpo.observe.metrics import MetricsLog
 from vcpo.observe.progress import Progress
 from vcpo.observe.tensorboard import TensorBoardLogger
 from vcpo.observe.timeline import Timeline, clear_timeline
+from vcpo.observe.trackers.protocol import check_trackers
+from vcpo.observe.trackers.remote import RemoteTracker, tracked_run
 from vcpo.observe.trajectories import TrajectoryLog
 from vcpo.observe.transcripts import TranscriptWriter
 from vcpo.pipeline.checkpoint import (
@@ -60,6 +62,7 @@ def train(config: RunConfig, mode: Mode = "new", make_report: bool = True, progr
     """
     # data and reward functions are read before anything is created or loaded
     progress = progress or Progress(config.training.max_steps)
+    check_trackers(config.logging.report_to)
     task, grading = make_task_and_grading(config, progress.note)
     with contextlib.closing(grading), progress, StopRequest(progress.note) as stop:
         if config.eval.eval_steps:
@@ -153,6 +156,12 @@ class _Run:
         if config.logging.tensorboard:
             # resumed without a checkpoint: every event that is there is hidden
             self.loggers.append(TensorBoardLogger(directory.path, -1 if resume and self.is_new else resume_step))
+        if config.logging.report_to:
+            with self._disk_errors_explained("the trackers' record"):
+                tracked = tracked_run(
+                    directory.path, config.logging.project, config.logging.run_name, config.to_plain()
+                )
+            self.loggers += [RemoteTracker(name, tracked, progress.note) for name in config.logging.report_to]
         self.transcripts = TranscriptWriter(
             directory.path, config.logging.transcript_steps, config.logging.transcripts_per_step
         )
