@@ -1,0 +1,1 @@
+"""Running Python code that may be hostile: executors behind one protocol. Imports without torch."""
