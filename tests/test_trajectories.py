@@ -170,7 +170,8 @@ def test_a_resumed_run_forgets_later_minibatches_and_keeps_the_one_after_its_che
     log = TrajectoryLog(tmp_path, every=1)
     for step in range(1, 6):
         log.step_done(step, GROUPS)
-    (tmp_path / "trajectories" / ".step-000006.safetensors.tmp").write_bytes(b"killed while writing")
+    for name in (".step-000006.safetensors.tmp", ".tmpYs7eM5"):
+        (tmp_path / "trajectories" / name).write_bytes(b"killed while writing")
     log = TrajectoryLog(tmp_path, every=0, resume_step=3)
     assert sorted(p.name for p in (tmp_path / "trajectories").iterdir()) == [
         f"step-00000{step}.safetensors" for step in (1, 2, 3)

@@ -60,7 +60,8 @@ class TrajectoryLog:
         self._every = every
         self._checkpoints: list[int] = [] if resume_step is None else [resume_step]
         self._latest: tuple[int, Sequence[Group]] | None = None
-        for unfinished in (run_dir / DIRECTORY).glob(".step-*.tmp"):
+        # of a process that was killed while it wrote; the library, too, writes to a name of its own first
+        for unfinished in (run_dir / DIRECTORY).glob(".*"):
             unfinished.unlink()
         for step, path in saved_steps(run_dir).items():
             if resume_step is None or step > resume_step:

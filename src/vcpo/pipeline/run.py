@@ -69,7 +69,7 @@ def train(config: RunConfig, mode: Mode = "new", make_report: bool = True, progr
             task.eval_problems(1)  # its UserError about missing evaluation data belongs here, too
         run = _Run(config, grading, progress, stop, mode)
         directory = run.directory
-        with disk_errors_explained(f"the record of this run in {str(directory.path)!r}", "free space and start again"):
+        with _record_of(directory):
             directory.record_start(run.learner.version if mode == "resume" else None)
         outcome, facts = "failed", dict[str, Any]()
         try:
@@ -151,21 +151,21 @@ class _Run:
         RunDirectory.open(config, mode)
         self.is_new = checkpoint is None
         resume_step = None if self.is_new else self.learner.version
-        self.guard.open(resume_step)
-        self.loggers: list[Logger] = [MetricsLog(directory.path, resume_step, progress.note), progress]
-        if config.logging.tensorboard:
-            # resumed without a checkpoint: every event that is there is hidden
-            self.loggers.append(TensorBoardLogger(directory.path, -1 if resume and self.is_new else resume_step))
-        if config.logging.report_to:
-            with self._disk_errors_explained("the trackers' record"):
+        with _record_of(directory):
+            self.guard.open(resume_step)
+            self.loggers: list[Logger] = [MetricsLog(directory.path, resume_step, progress.note), progress]
+            if config.logging.tensorboard:
+                # resumed without a checkpoint: every event that is there is hidden
+                self.loggers.append(TensorBoardLogger(directory.path, -1 if resume and self.is_new else resume_step))
+            if config.logging.report_to:
                 tracked = tracked_run(
                     directory.path, config.logging.project, config.logging.run_name, config.to_plain()
                 )
-            self.loggers += [RemoteTracker(name, tracked, progress.note) for name in config.logging.report_to]
-        self.transcripts = TranscriptWriter(
-            directory.path, config.logging.transcript_steps, config.logging.transcripts_per_step
-        )
-        self.trajectories = TrajectoryLog(directory.path, config.logging.trajectory_steps, resume_step)
+                self.loggers += [RemoteTracker(name, tracked, progress.note) for name in config.logging.report_to]
+            self.transcripts = TranscriptWriter(
+                directory.path, config.logging.transcript_steps, config.logging.transcripts_per_step
+            )
+            self.trajectories = TrajectoryLog(directory.path, config.logging.trajectory_steps, resume_step)
         self.timeline = Timeline.off()
         if config.logging.timeline_steps:
             clear_timeline(directory.path)
@@ -455,6 +455,11 @@ class _Run:
     def _write_model(self, path: Path) -> None:
         self.model.save_pretrained(path)
         self.tokenizer.save_pretrained(path)
+
+
+def _record_of(directory: RunDirectory) -> contextlib.AbstractContextManager[None]:
+    """Around what is written before the first step."""
+    return disk_errors_explained(f"the record of this run in {str(directory.path)!r}", "free space and start again")
 
 
 def _with_prefix(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
