@@ -88,7 +88,7 @@ def test_every_field_comes_back_as_it_was(tmp_path: Path) -> None:
 
 def test_no_record_has_fields_that_these_tests_do_not_know() -> None:
     """A new field of a grade or a group has to be saved, too; those of trajectories are found by themselves."""
-    assert [field.name for field in dataclasses.fields(Grade)] == ["reward", "correct", "parts"]
+    assert [field.name for field in dataclasses.fields(Grade)] == ["reward", "correct", "parts", "failure"]
     assert [field.name for field in dataclasses.fields(Group)] == ["id", "problem", "next_position", "trajectories"]
     assert [field.name for field in dataclasses.fields(Problem)] == ["id", "prompt", "columns"]
 
