@@ -54,6 +54,11 @@ class SandboxPool:
         self._starter = threading.Thread(target=self._keep_ready, name="sandbox starter", daemon=True)
         self._starter.start()
 
+    @property
+    def running(self) -> int:
+        """Sandboxes that are in use."""
+        return len(self._running)
+
     def run(self, code: str, stdin: str = "") -> Result:
         """See ``Executor``."""
         with self._throttle.place():
