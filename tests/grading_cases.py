@@ -14,7 +14,7 @@ import numpy as np
 
 from vcpo.config import RunConfig, parse_config
 from vcpo.pipeline.rollouts import StartedGroup
-from vcpo.records import Grade, Problem, StopReason, Trajectory
+from vcpo.records import Answer, Grade, Problem, StopReason, Trajectory
 
 HERE = __file__
 calls = 0
@@ -40,6 +40,9 @@ def obey(answer: str) -> float:
         os.kill(os.getpid(), signal.SIGSEGV)
     if answer == "out of memory":
         os.kill(os.getpid(), signal.SIGKILL)
+    if answer == "grow":  # by more than a test allows, and not end
+        memory = b"1" * (1 << 28)
+        threading.Event().wait(len(memory))
     if answer == "quit":
         os._exit(3)
     if answer == "exit":
@@ -118,6 +121,11 @@ def grading_config(*functions: str, **reward: Any) -> RunConfig:
             "reward": {"reward_funcs": [f"{HERE}:{name}" for name in functions], "timeout": 0.4, **reward},
         }
     )
+
+
+def answer(text: str) -> Answer:
+    """An answer that ended by itself."""
+    return Answer(text, list(range(len(text))), StopReason.EOS)
 
 
 def answered(number: int, *answers: str, **columns: Any) -> tuple[StartedGroup, list[Trajectory]]:

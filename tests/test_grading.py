@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 import pytest
 
-from grading_cases import HERE, ObedientTask, answered, grading_config
+from grading_cases import HERE, ObedientTask, answer, answered, grading_config
 from run_cases import (
     assert_equal_weights,
     final_weights,
@@ -162,14 +162,14 @@ class GivesBack:
 )
 def test_what_a_task_gives_back_is_checked(grades: Any, sentence: str) -> None:
     with pytest.raises(UserError) as error:
-        Grader(GivesBack(grades), None).grade(Problem("p", "1="), ["a", "b"])
+        Grader(GivesBack(grades), None).grade(Problem("p", "1="), [answer("a"), answer("b")])
     assert sentence in str(error.value)
     assert len(str(error.value)) < 400
 
 
 def test_numbers_of_other_types_become_plain_ones() -> None:
     given = [Grade(np.float32(0.5), correct=np.True_, parts={"style": np.int64(2)})]  # type: ignore[arg-type, dict-item]
-    (made,) = Grader(GivesBack(given), None).grade(Problem("p", "1="), ["a"])
+    (made,) = Grader(GivesBack(given), None).grade(Problem("p", "1="), [answer("a")])
     assert made == Grade(0.5, correct=True, parts={"style": 2.0})
     assert {type(made.reward), type(made.correct), type(made.parts["style"])} == {float, bool}
 
@@ -387,9 +387,7 @@ ALWAYS_RAISES = (f"reward.reward_funcs=['{HERE}:always_raises']", "reward.proces
 def test_a_run_whose_grading_always_fails_ends_with_the_error_and_no_prompt_is_unaccounted_for(
     tmp_path: Path, runtime: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(
-        GradingFailed, match=r"grading failed for 2 prompts in a row .*no more paper"
-    ):
+    with pytest.raises(GradingFailed, match=r"grading failed for 2 prompts in a row .*no more paper"):
         run_with(tmp_path / "run", *ALWAYS_RAISES, f"runtime={runtime}", "training.prompts_per_step=3")
     fates = read_ledger(tmp_path / "run" / "ledger.sqlite").fates
     assert fates["failed"] == 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,14 @@ import numpy as np
 import pytest
 
 from vcpo.errors import UserError
-from vcpo.records import Grade, Problem
-from vcpo.tasks.rewards import RewardFunctions
+from vcpo.records import Answer, Grade, Problem, StopReason
+from vcpo.tasks.length_penalty import SoftOverlongPunishment
+from vcpo.tasks.rewards import RewardFunctions, split_reward
 
 THIS = __name__
 PROBLEMS = [Problem("p0", "2+2=", {"answer": "4", "level": 1}), Problem("p1", "3+3=", {"answer": "6"})]
 COMPLETIONS = ["4", "five"]
+ANSWERS = [Answer("4", [4, 0], StopReason.EOS), Answer("five", [5, 6, 7, 8], StopReason.LENGTH)]
 GRADES = [Grade(1.0, correct=True, parts={"format": 1.0}), Grade(0.0)]
 calls: list[dict[str, Any]] = []
 arrived: list[str] = []
@@ -110,7 +113,7 @@ def forget_calls() -> None:
 
 def apply(*names: str, weights: list[float] | None = None, problems: list[Problem] = PROBLEMS) -> list[Grade]:
     functions = RewardFunctions([f"{THIS}:{name}" for name in names], weights)
-    return functions.apply(problems, COMPLETIONS, GRADES)
+    return functions.apply(problems, ANSWERS, GRADES)
 
 
 def test_this_module_is_importable_by_its_name() -> None:
@@ -120,7 +123,14 @@ def test_this_module_is_importable_by_its_name() -> None:
 def test_columns_are_lists_over_the_union_of_keys_with_none_where_missing() -> None:
     apply("record")
     assert calls == [
-        {"prompts": ["2+2=", "3+3="], "completions": COMPLETIONS, "answer": ["4", "6"], "level": [1, None]}
+        {
+            "prompts": ["2+2=", "3+3="],
+            "completions": COMPLETIONS,
+            "completion_ids": [[4, 0], [5, 6, 7, 8]],
+            "stop_reason": ["eos", "length"],
+            "answer": ["4", "6"],
+            "level": [1, None],
+        }
     ]
 
 
@@ -204,7 +214,7 @@ def test_functions_of_the_same_name_keep_separate_parts(tmp_path: Path) -> None:
         file = tmp_path / f"rewards_{index}.py"
         file.write_text(f"def score(completions):\n    return [{index}.0] * len(completions)\n")
         specs.append(f"{file}:score")
-    grades = RewardFunctions(specs).apply(PROBLEMS, COMPLETIONS, [Grade(0.0), Grade(0.0)])
+    grades = RewardFunctions(specs).apply(PROBLEMS, ANSWERS, [Grade(0.0), Grade(0.0)])
     assert grades[0] == Grade(3.0, parts={specs[0]: 1.0, specs[1]: 2.0})
 
 
@@ -221,3 +231,76 @@ def test_a_function_listed_twice_is_refused() -> None:
 def test_weights_must_be_as_many_as_functions() -> None:
     with pytest.raises(UserError, match="2 entries for 1 reward_funcs"):
         apply("short", weights=[1.0, 2.0])
+
+
+# built-in parts
+
+
+def composed(*rewards: Any, weights: list[float] | None = None, grades: list[Grade] = GRADES) -> list[Grade]:
+    problems = [Problem("p0", "2+2=", {"gold": "4"}), Problem("p1", "3+3=", {"gold": "6"})]
+    return RewardFunctions(list(rewards), weights, max_completion_length=10).apply(problems, ANSWERS, grades)
+
+
+def test_the_tasks_own_reward_is_one_part_among_others() -> None:
+    grades = composed("task", f"{THIS}:short", weights=[2.0, 0.5])
+    assert grades == [
+        Grade(2.5, correct=True, parts={"format": 1.0, "task": 1.0, "short": 1.0}),
+        Grade(0.0, parts={"task": 0.0, "short": 0.0}),
+    ]
+
+
+def test_a_grader_is_a_part_by_its_name() -> None:
+    assert [g.reward for g in composed("number", {"name": "exact", "ignore_case": True})] == [2.0, 0.0]
+    assert composed("exact")[0].parts == {"format": 1.0, "exact": 1.0}
+    with pytest.raises(UserError, match="reward 'choice': the right answer '4' must be one of the letters"):
+        composed("choice")
+    with pytest.raises(UserError, match="'exact' has a parameter 'gold', which is no column"):
+        apply_built_in("exact")
+
+
+def apply_built_in(*names: str) -> list[Grade]:
+    return RewardFunctions(list(names)).apply(PROBLEMS, ANSWERS, GRADES)
+
+
+def test_what_the_task_could_not_judge_has_no_reward_whatever_the_other_parts_say() -> None:
+    unjudged = [Grade(None, failure="no paper"), Grade(0.0)]
+    grades = composed("task", {"name": "overlong", "cache": 9}, grades=unjudged)
+    assert (grades[0].reward, grades[0].failure) == (None, "no paper")
+    assert grades[1].reward == pytest.approx(-3 / 9)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "penalty"), [(0, 0.0), (6, 0.0), (7, -0.25), (8, -0.5), (9, -0.75), (10, -1.0), (11, -1.0)]
+)
+def test_the_soft_overlong_punishment_is_that_of_its_formula(tokens: int, penalty: float) -> None:
+    # L = 10, c = 4: (6 - n) / 4 between 6 and 10
+    assert SoftOverlongPunishment(max_length=10, cache=4)([[0] * tokens]) == [penalty]
+
+
+def test_the_overlong_penalty_takes_its_length_from_the_run_and_a_fifth_as_its_cache() -> None:
+    function = SoftOverlongPunishment(max_length=10)
+    assert [function([[0] * n])[0] for n in (8, 9, 10)] == [0.0, -0.5, -1.0]
+    assert [g.parts.get("overlong") for g in composed("task", "overlong")] == [0.0, 0.0]
+    assert [g.parts.get("overlong") for g in composed("task", {"name": "overlong", "max_length": 3})] == [0.0, -1.0]
+    assert SoftOverlongPunishment(max_length=10, cache=0)([[0] * 10, [0] * 11]) == [0.0, -1.0]
+    with pytest.raises(UserError, match="cache=11, more than max_length=10"):
+        composed({"name": "overlong", "cache": 11})
+
+
+@pytest.mark.parametrize(
+    ("reward", "sentence"),
+    [
+        ("tsak", "did you mean 'task'"),
+        ("mine.py", "'mine.py' must be written module:name or file.py:name"),
+        ({"cache": 3}, "needs a name"),
+        ({"name": "task", "weight": 2}, "reward 'task' takes no options, but has weight"),
+        ({"name": f"{THIS}:short", "limit": 2}, "takes no options, but has limit"),
+        ({"name": "overlong", "cash": 3}, "unknown key reward.reward_funcs.overlong.cash; did you mean 'cache'"),
+        ({"name": "number", "tolerance": 2}, "reward.reward_funcs.number.tolerance = 2 must be less than 1"),
+    ],
+)
+def test_a_wrong_part_is_refused_in_one_sentence(reward: Any, sentence: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        split_reward(reward)
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        composed(reward)

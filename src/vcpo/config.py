@@ -19,6 +19,7 @@ from vcpo.errors import UserError
 from vcpo.method_config import MethodSection
 from vcpo.methods.spec import MethodSpec
 from vcpo.tasks.registry import task_params
+from vcpo.tasks.rewards import split_reward
 from vcpo.vllm_environment import DEFAULT_PYTHON
 from vcpo.watchdog_config import WatchdogSection
 
@@ -101,13 +102,14 @@ class TaskSection(BaseModel):
 
 
 class RewardSection(Section):
-    """Reward functions that replace the task's own reward (accuracy stays the task's)."""
+    """Rewards that are summed in place of the task's own (accuracy stays the task's)."""
 
-    reward_funcs: list[str] = Field(
+    reward_funcs: list[str | dict[str, Any]] = Field(
         default_factory=list,
-        description="`module:name` or `file.py:name`, each f(prompts, completions, **columns) -> list[float | None]",
+        description="`module:name` or `file.py:name`, each f(prompts, completions, **columns) -> list[float | None];"
+        " task (the task's own reward), a grader by its name, overlong (a length penalty), or {name: ..., option: ...}",
     )
-    reward_weights: list[float] | None = Field(None, description="one weight per function; all 1 when omitted")
+    reward_weights: list[float] | None = Field(None, description="one weight per reward; all 1 when omitted")
     processes: NonNegativeInt = Field(
         1,
         description="processes that grade, each with the task and the functions loaded; 0: in the run's own process,"
@@ -119,6 +121,11 @@ class RewardSection(Section):
         le=1e6,
         description="seconds for the answers to one prompt, then the grading process is killed and replaced and what"
         " was not graded has no reward; not with processes=0",
+    )
+    max_memory: PositiveFloat | None = Field(
+        4.0,
+        description="GiB that a grading process may take for the answers to one prompt, beyond what it had when it was"
+        " loaded; with more it is killed and replaced, as after the time-out; null: no limit (Linux only)",
     )
     max_failures: NonNegativeInt = Field(
         8,
@@ -132,10 +139,15 @@ class RewardSection(Section):
             raise ValueError(
                 f"reward_weights has {len(self.reward_weights)} entries for {len(self.reward_funcs)} reward_funcs"
             )
-        for name in self.reward_funcs:
-            if ":" not in name:
-                raise ValueError(f"reward function {name!r} must be written module:name or file.py:name")
+        for reward in self.reward_funcs:
+            split_reward(reward)
         return self
+
+    @property
+    def own_functions(self) -> list[str]:
+        """The user's own functions among ``reward_funcs``, as written."""
+        names = [split_reward(reward)[0] for reward in self.reward_funcs]
+        return [name for name in names if ":" in name]
 
 
 class TorchEngine(Section):
@@ -334,6 +346,11 @@ class EvalSection(Section):
     temperature: NonNegativeFloat = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: NonNegativeInt = 0
+    background: bool = Field(
+        False,
+        description="evaluate in a process of its own while the training goes on (runtime=local); an evaluation that"
+        " falls due while another is running is skipped, except for the last",
+    )
 
 
 class CheckpointSection(Section):
@@ -402,6 +419,11 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _combination_fits(self) -> RunConfig:
+        if self.eval.background and self.runtime.name != "local":
+            raise ValueError(
+                "eval.background=true needs runtime=local: lockstep does one thing after the other in one process,"
+                " which is what makes it repeatable"
+            )
         watchdog = self.watchdog
         for key, method in (("method", self.method), ("watchdog.rollback.method", watchdog.rollback.method)):
             baseline = None if method is None else method.spec.baseline

@@ -155,6 +155,23 @@ class Trajectory:
         return f"group {self.group_id} response {self.index}"
 
 
+@dataclass(frozen=True)
+class Answer:
+    """What graders and reward functions are told about a response.
+
+    text, stop_reason: as in ``Trajectory``. token_ids: all of the response's tokens, given ones included.
+    """
+
+    text: str
+    token_ids: list[int]
+    stop_reason: StopReason
+
+    @classmethod
+    def of(cls, trajectory: Trajectory) -> Answer:
+        """The trajectory's."""
+        return cls(trajectory.text, trajectory.response_ids_T.tolist(), trajectory.stop_reason)
+
+
 @dataclass
 class Group:
     """The ``num_generations`` trajectories of one prompt; the unit in which prompts are started and trained.

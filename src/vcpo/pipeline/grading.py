@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from vcpo.config import RunConfig
 from vcpo.errors import UserError
 from vcpo.pipeline.rollouts import StartedGroup
-from vcpo.records import Grade, Group, Problem, Trajectory
+from vcpo.records import Answer, Grade, Group, Problem, Trajectory
 from vcpo.tasks.protocol import Task
 from vcpo.tasks.registry import make_task
 from vcpo.tasks.rewards import RewardFunctions
@@ -58,7 +58,7 @@ class Grader:
         self._task = task
         self._rewards = rewards
 
-    def grade(self, problem: Problem, answers: Sequence[str]) -> list[Grade]:
+    def grade(self, problem: Problem, answers: Sequence[Answer]) -> list[Grade]:
         """One grade per answer to this problem, made of plain numbers.
 
         An exception of the task or of a function is raised on, with a note that names it; values of the wrong number
@@ -66,12 +66,13 @@ class Grader:
         """
         problems = [problem] * len(answers)
         whose = f"the grader of task {type(self._task).__name__}"
-        grades = checked_grades(self._grades_of_task(problems, answers), len(answers), whose)
+        texts = [answer.text for answer in answers]
+        grades = checked_grades(self._grades_of_task(problems, texts), len(answers), whose)
         return grades if self._rewards is None else self._rewards.apply(problems, answers, grades)
 
-    def _grades_of_task(self, problems: Sequence[Problem], answers: Sequence[str]) -> Any:
+    def _grades_of_task(self, problems: Sequence[Problem], texts: Sequence[str]) -> Any:
         try:
-            return self._task.grade(problems, answers)
+            return self._task.grade(problems, texts)
         except BaseException as error:
             error.add_note(f"raised by the grader of task {type(self._task).__name__}")
             raise
@@ -119,7 +120,7 @@ class InProcessGrading:
         try:
             with self._lock:
                 begin = time.perf_counter()
-                grades = self._grader.grade(started.problem, [t.text for t in members])
+                grades = self._grader.grade(started.problem, [Answer.of(t) for t in members])
                 self._seconds += time.perf_counter() - begin
             group = graded(started, members, grades)
         except Exception as error:
@@ -171,14 +172,24 @@ def make_task_and_grader(config: RunConfig) -> tuple[Task, Grader]:
     Raises UserError for whatever is wrong with the data or the functions, also when nothing would give a reward.
     """
     task = make_gradable_task(config)
-    funcs, weights = config.reward.reward_funcs, config.reward.reward_weights
-    return task, Grader(task, RewardFunctions(funcs, weights) if funcs else None)
+    return task, Grader(task, make_rewards(config) if config.reward.reward_funcs else None)
+
+
+def make_rewards(config: RunConfig) -> RewardFunctions:
+    """The rewards of the configuration, loaded. Raises UserError as ``RewardFunctions`` does."""
+    longest = config.sampling.max_completion_length
+    return RewardFunctions(config.reward.reward_funcs, config.reward.reward_weights, longest)
 
 
 def make_gradable_task(config: RunConfig) -> Task:
     """The task with its data read. Raises UserError for what is wrong with them, also when nothing gives a reward."""
     task = make_task(config.task.name, config.task.params)
-    if config.task.name == "dataset" and not config.reward.reward_funcs:
+    if not config.reward.processes and (_needs_time_limit(task) or make_rewards(config).needs_time_limit):
+        raise UserError(
+            "reward.processes=0 is not for a grader that an answer may keep busy for ever, as it may 'math': only a"
+            " grading process can be ended; set reward.processes to 1 or more"
+        )
+    if config.task.name == "dataset" and not config.reward.own_functions:
         first = task.train_problem(0, config.seed)
         if task.grade([first], [""])[0].reward is None:
             raise UserError(
@@ -186,3 +197,7 @@ def make_gradable_task(config: RunConfig) -> Task:
                 " or give reward functions in reward.reward_funcs"
             )
     return task
+
+
+def _needs_time_limit(task: Task) -> bool:
+    return bool(getattr(task, "needs_time_limit", False))

@@ -31,7 +31,7 @@ from vcpo.pipeline.grading import (
 from vcpo.pipeline.grading_process import GradingProcess, Lost
 from vcpo.pipeline.interrupt import ENDING_SIGNALS
 from vcpo.pipeline.rollouts import StartedGroup
-from vcpo.records import Grade, Group, Problem, Trajectory
+from vcpo.records import Answer, Grade, Group, Problem, Trajectory
 from vcpo.tasks.protocol import Task
 
 _MOST_NOTES = 20  # different reasons that are told
@@ -193,31 +193,33 @@ class GradingPool:
 
     def _grade(self, index: int, job: _Job) -> Group:
         """Raises what is to end the run, and anything once the pool is being closed or the job has been cancelled."""
-        problem, texts = job.started.problem, [t.text for t in job.members]
-        answers = self._ask(index, job, problem, texts)
-        if isinstance(answers[0], _Failure) and len(texts) > 1 and not self._section.reward_funcs:
-            answers = [self._ask(index, job, problem, [text])[0] for text in texts]
-        failures = [answer for answer in answers if isinstance(answer, _Failure)]
-        self._count(problem, failures, len(answers))
-        grades = [Grade(None, failure=a.reason) if isinstance(a, _Failure) else a for a in answers]
+        problem, answers = job.started.problem, [Answer.of(t) for t in job.members]
+        verdicts = self._ask(index, job, problem, answers)
+        if isinstance(verdicts[0], _Failure) and len(answers) > 1 and not self._section.own_functions:
+            verdicts = [self._ask(index, job, problem, [answer])[0] for answer in answers]
+        failures = [verdict for verdict in verdicts if isinstance(verdict, _Failure)]
+        self._count(problem, failures, len(verdicts))
+        grades = [Grade(None, failure=v.reason) if isinstance(v, _Failure) else v for v in verdicts]
         return graded(job.started, job.members, grades)
 
-    def _ask(self, index: int, job: _Job, problem: Problem, texts: list[str]) -> Sequence[Grade | _Failure]:
-        """One grade per text, or for all of them the failure."""
+    def _ask(self, index: int, job: _Job, problem: Problem, answers: list[Answer]) -> Sequence[Grade | _Failure]:
+        """One grade per answer, or for all of them the failure."""
         process = self._loaded_process(index)
         if job.future.cancelled():
             raise CancelledError
         try:
-            outcome = process.ask(problem, texts)
+            outcome = process.ask(problem, answers)
         except Lost as lost:
             self._replace(index)
-            return [_Failure(str(lost), process.pid, lost.traceback)] * len(texts)
+            return [_Failure(str(lost), process.pid, lost.traceback)] * len(answers)
         if "user_error" in outcome:
             raise UserError(outcome["user_error"])
         if "error" in outcome:
-            return [_Failure(outcome["error"], process.pid, outcome["traceback"])] * len(texts)
+            return [_Failure(outcome["error"], process.pid, outcome["traceback"])] * len(answers)
         # a process that has been talked into sending something else must not hurt the run either
-        return checked_grades([Grade(*row) for row in outcome["grades"]], len(texts), f"grading process {process.pid}")
+        return checked_grades(
+            [Grade(*row) for row in outcome["grades"]], len(answers), f"grading process {process.pid}"
+        )
 
     def _loaded_process(self, index: int) -> GradingProcess:
         """The process, ready to be asked. Raises when it cannot be had, from then on for ever."""
@@ -248,7 +250,7 @@ class GradingPool:
         with self._lock:
             if self._closing:
                 raise CancelledError
-            process = self._processes[index] = GradingProcess(self._plain, self._section.timeout)
+            process = self._processes[index] = GradingProcess(self._plain, self._section)
         return process
 
     def _replace(self, index: int) -> GradingProcess:

@@ -21,15 +21,18 @@ import tempfile
 import threading
 import time
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
+from vcpo.config import RewardSection
 from vcpo.errors import UserError
-from vcpo.records import Problem
+from vcpo.records import Answer, Problem
 
 _WORKER = "import sys; sys.path[:] = sys.argv[3:]\n"
 _WORKER += "from vcpo.pipeline.grading_worker import main; main(int(sys.argv[1]), int(sys.argv[2]))"
 _GUARD = "import os, sys; sys.stdin.read(); os.killpg(int(sys.argv[1]), 9)"
 
+_LOOK = 0.05  # seconds between two looks at the memory of a process that grades
 _GRACE = 0.2  # seconds over the time-out in which the process may still write down where it is
 _LONGEST = 1 << 26  # bytes of an answer
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
@@ -54,9 +57,11 @@ class GradingProcess:
     instruction on.
     """
 
-    def __init__(self, plain_config: dict[str, Any], timeout: float) -> None:
-        """plain_config: of the run. timeout: seconds for one question."""
-        self._timeout = timeout
+    def __init__(self, plain_config: dict[str, Any], section: RewardSection) -> None:
+        """plain_config: of the run. section: of it, for the limits of one question."""
+        timeout = self._timeout = section.timeout
+        self._max_memory = section.max_memory
+        self._loaded_bytes = 0
         self._trace = tempfile.TemporaryFile()  # noqa: SIM115  # closed by ``close``
         ours, theirs = socket.socketpair()
         with theirs:
@@ -89,22 +94,24 @@ class GradingProcess:
             return {}
         outcome = self._receive(None)
         self._is_loaded = not outcome
+        self._loaded_bytes = _memory_of(self.pid)
         return outcome
 
     def has_ended(self) -> bool:
         """Whether a loaded process has ended although nothing has been asked."""
         return self._is_loaded and self._pipe.poll(0)
 
-    def ask(self, problem: Problem, texts: list[str]) -> dict[str, Any]:
+    def ask(self, problem: Problem, answers: list[Answer]) -> dict[str, Any]:
         """What came of grading: ``grades``, or ``user_error``, or ``error`` with its ``traceback``.
 
-        Raises Lost after the time-out and when the process ends, UserError for a problem that cannot be sent.
+        Raises Lost after the time-out, over the memory limit and when the process ends, UserError for a problem that
+        cannot be sent.
         """
         deadline = time.monotonic() + self._timeout + _GRACE
         try:
-            self._pipe.send((problem, texts))
+            self._pipe.send((problem, answers))
         except OSError:
-            raise self._lost(timed_out=False) from None
+            raise self._lost() from None
         except Exception as error:  # of making bytes of it, before any is sent
             raise UserError(
                 f"problem {problem.id!r} cannot be sent to the grading process ({type(error).__name__}: {error}):"
@@ -133,22 +140,40 @@ class GradingProcess:
 
     def _receive(self, deadline: float | None) -> dict[str, Any]:
         try:
-            if not self._pipe.poll(None if deadline is None else max(0.0, deadline - time.monotonic())):
-                raise self._lost(timed_out=True)
+            self._wait(deadline)
             outcome: dict[str, Any] = json.loads(self._pipe.recv_bytes(_LONGEST))
         except (EOFError, OSError, ValueError):  # ValueError: something else was written into the socket
-            raise self._lost(timed_out=False) from None
+            raise self._lost() from None
         return outcome
 
-    def _lost(self, timed_out: bool) -> Lost:
+    def _wait(self, deadline: float | None) -> None:
+        """Until there is something to receive. Without a deadline the process is loading and may take what it needs."""
+        if deadline is None:
+            self._pipe.poll(None)
+            return
+        while not self._pipe.poll(max(0.0, min(_LOOK, deadline - time.monotonic()))):
+            if time.monotonic() >= deadline:
+                raise self._lost(f"no grade within {self._timeout:g} s")
+            taken = (_memory_of(self.pid) - self._loaded_bytes) / 2**30
+            if self._max_memory is not None and taken > self._max_memory:
+                raise self._lost(f"grading took more than {self._max_memory:g} GiB of memory (reward.max_memory)")
+
+    def _lost(self, reason: str | None = None) -> Lost:
+        """reason: why it is ended; None: it has ended."""
         self.kill()
         self._trace.seek(0)
         trace = self._trace.read(_LONGEST).decode(errors="replace")
-        if timed_out:
-            reason = f"no grade within {self._timeout:g} s"
-        else:
+        if reason is None:
             reason = f"the grading process {_how_it_ended(self._process.returncode)}"
         return Lost(reason + _place(trace), trace)
+
+
+def _memory_of(pid: int) -> int:
+    """Bytes of memory that a process occupies; 0 where the system does not say."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, IndexError, ValueError):
+        return 0
 
 
 def _how_it_ended(code: int) -> str:

@@ -69,7 +69,7 @@ def _words(config: RunConfig, sizes: ModelSizes | None, variants: dict[str, RunC
     model, sampling, training = config.model, config.sampling, config.training
     yield "task", "; ".join([config.task.name, *_sources(config.task.params)])
     yield from (("task code", _present(spec)) for spec in [config.task.name] if spec not in BUILT_IN and ":" in spec)
-    yield from (("reward", _present(spec)) for spec in config.reward.reward_funcs)
+    yield from (("reward", _present(spec)) for spec in config.reward.own_functions)
     name = model.path or "made from sizes"
     known = f"{count(sizes.parameters)} parameters ({sizes.source})" if sizes else "of unknown size"
     device = planned_device(model).type
@@ -232,5 +232,5 @@ def _notes(config: RunConfig, sizes: ModelSizes | None) -> Iterator[str]:
     yield "Responses are decoded by the embedded torch engine, the only one so far; serving engines are faster."
     if config.watchdog.rolls_back:
         yield "The watchdog keeps as many checkpoints as a rollback needs, which can be more than save_total_limit."
-    if not config.reward.processes and any(":" in name for name in [config.task.name, *config.reward.reward_funcs]):
+    if not config.reward.processes and any(":" in name for name in [config.task.name, *config.reward.own_functions]):
         yield "Your own graders run in the learner's process (reward.processes=0): one that hangs holds up the run."

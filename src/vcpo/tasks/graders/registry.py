@@ -30,14 +30,17 @@ OF_DATA_SOURCE: dict[str, str] = {
 }
 
 
-def split_grader(grader: str | dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Name and options. Raises ValueError with one sentence when the name or a built-in grader's options are wrong."""
+def split_grader(grader: str | dict[str, Any], where: str = "task.grader") -> tuple[str, dict[str, Any]]:
+    """Name and options. Raises ValueError with one sentence when the name or a built-in grader's options are wrong.
+
+    where: what the keys are options of, as written in a configuration.
+    """
     options = {"name": grader} if isinstance(grader, str) else dict(grader)
     name = options.pop("name", None)
     if not isinstance(name, str):
         raise ValueError("task.grader needs a name, such as exact or {name: regex, pattern: ...}")
     if name in BUILT_IN:
-        check_options(load_object(BUILT_IN[name]).Options, options, "task.grader")
+        check_options(load_object(BUILT_IN[name]).Options, options, where)
     elif ":" in name:
         split_spec(name)
     else:
