@@ -45,7 +45,7 @@ GROUPS = [
             trajectory(0, Grade(0.1, True, {"format": 1.0, "length": -math.inf})),
             trajectory(
                 1,
-                Grade(None),
+                Grade(None, failure="no grade within 60 s"),
                 turns=(TurnRecord(0, 1, 0.1, None, {"rows": 0.3}), TurnRecord(3, 4, reward=0.7)),
                 failure="no answer",
             ),
