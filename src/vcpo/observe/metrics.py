@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,10 @@ class MetricsLog:
         line |= {name: json_number(float(value)) for name, value in metrics.items()}
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()
+
+    def sync(self) -> None:
+        """Wait until every line is on the disk itself, so that a checkpoint is never ahead of the metrics."""
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Close the file."""

@@ -58,10 +58,11 @@ def save_checkpoint(
         save_file({k: t.detach().cpu().contiguous() for k, t in state.tensors.items()}, beside / "state.safetensors")
         (beside / "state.json").write_text(json.dumps(state.numbers), encoding="utf-8")
         files = {str(p.relative_to(beside)): _sha256(p) for p in sorted(beside.rglob("*")) if p.is_file()}
-        for name in files:
-            _sync(beside / name)
+        for path in sorted(beside.rglob("*")):  # directories, too: they hold the names
+            _sync(path)
         (beside / _MANIFEST).write_text(json.dumps(files, indent=2), encoding="utf-8")
         _sync(beside / _MANIFEST)
+        _sync(beside)
         if target.exists():
             shutil.rmtree(target)
         beside.rename(target)

@@ -153,7 +153,8 @@ class _Run:
         resume_step = None if self.is_new else self.learner.version
         with _record_of(directory):
             self.guard.open(resume_step)
-            self.loggers: list[Logger] = [MetricsLog(directory.path, resume_step, progress.note), progress]
+            self.metrics_log = MetricsLog(directory.path, resume_step, progress.note)
+            self.loggers: list[Logger] = [self.metrics_log, progress]
             if config.logging.tensorboard:
                 # resumed without a checkpoint: every event that is there is hidden
                 self.loggers.append(TensorBoardLogger(directory.path, -1 if resume and self.is_new else resume_step))
@@ -416,6 +417,8 @@ class _Run:
         if self.ledger is not None:
             with self._disk_errors_explained("the ledger"):
                 self.ledger.sync()
+        with self._disk_errors_explained("metrics"):
+            self.metrics_log.sync()
         with self._disk_errors_explained("trajectories"):
             self.trajectories.checkpoint_comes()
         save_checkpoint(
