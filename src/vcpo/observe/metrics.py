@@ -8,6 +8,7 @@ floats. JSON has no NaN and no infinity, and in a collapse they are the news, so
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -53,7 +54,11 @@ class MetricsLog:
 
     def sync(self) -> None:
         """Wait until every line is on the disk itself, so that a checkpoint is never ahead of the metrics."""
-        os.fsync(self._file.fileno())
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # a pipe or a device: there is no disk to wait for
+                raise
 
     def close(self) -> None:
         """Close the file."""
