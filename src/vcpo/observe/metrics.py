@@ -66,12 +66,13 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Every line of a metrics file in order, non-finite numbers restored.
+    """Every line of a metrics file by step, non-finite numbers restored.
 
+    An evaluation beside the training may be written after later steps; it comes after the line of its own step.
     A torn last line, as a killed process leaves it, is left out. Raises UserError when the file cannot be read or
     another line is not a metrics line.
     """
-    return _read(path)[0]
+    return sorted(_read(path)[0], key=lambda line: line["step"])
 
 
 def _read(path: Path) -> tuple[list[dict[str, Any]], bool]:

@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from vcpo import vllm_environment
 from vcpo.config import ModelSection, RunConfig
 from vcpo.errors import StoppedByWatchdog, UserError
 from vcpo.learner.learner import Learner
 from vcpo.models.loading import end_token_ids, load_model
 from vcpo.observe.logger import Kind, Logger
-from vcpo.observe.metrics import MetricsLog
+from vcpo.observe.metrics import FILE_NAME as METRICS_FILE
+from vcpo.observe.metrics import MetricsLog, read_metrics
 from vcpo.observe.progress import Progress
 from vcpo.observe.tensorboard import TensorBoardLogger
 from vcpo.observe.timeline import Timeline, clear_timeline
@@ -26,6 +28,7 @@ from vcpo.observe.trackers.protocol import check_trackers
 from vcpo.observe.trackers.remote import RemoteTracker, tracked_run
 from vcpo.observe.trajectories import TrajectoryLog
 from vcpo.observe.transcripts import TranscriptWriter
+from vcpo.pipeline.background_eval import BackgroundEvaluation, discard_unfinished
 from vcpo.pipeline.checkpoint import (
     RunState,
     disk_errors_explained,
@@ -63,6 +66,8 @@ def train(config: RunConfig, mode: Mode = "new", make_report: bool = True, progr
     # data and reward functions are read before anything is created or loaded
     progress = progress or Progress(config.training.max_steps)
     check_trackers(config.logging.report_to)
+    if config.sampling.engine.name == "vllm":
+        vllm_environment.examine(config.sampling.engine.python)
     task, grading = make_task_and_grading(config, progress.note)
     with contextlib.closing(grading), progress, StopRequest(progress.note) as stop:
         if config.eval.eval_steps:
@@ -120,6 +125,7 @@ class _Run:
         self.rollouts: Rollouts | None = None
         self.snapshots: SnapshotRing | None = None
         self.ledger: Ledger | None = None
+        self.background: BackgroundEvaluation | None = None
         runtime = config.runtime
         threads = runtime.threads if runtime.name == "lockstep" else runtime.learner_threads
         if threads:
@@ -181,6 +187,11 @@ class _Run:
     def loop(self, task: Any) -> None:
         """Warm start, then steps until the last one, evaluating and saving on the way."""
         config, learner = self.config, self.learner
+        ends = end_token_ids(self.model, self.tokenizer)
+        evaluator = None
+        if config.eval.eval_steps:
+            evaluator = Evaluator(task, self.grading, self.tokenizer, config.eval, config.sampling, ends, config.seed)
+        self._open_background(evaluator)
         if learner.version >= config.training.max_steps:
             self._finish_again()
             return
@@ -189,10 +200,6 @@ class _Run:
             steps = config.warm_start.steps
             with self.timeline.span("warm start"), self.progress.phase("warm start", steps) as report:
                 warm_start(self.model, self.tokenizer, task, config, report, self.progress.note)
-        ends = end_token_ids(self.model, self.tokenizer)
-        evaluator = None
-        if config.eval.eval_steps:
-            evaluator = Evaluator(task, self.grading, self.tokenizer, config.eval, config.sampling, ends, config.seed)
         sampling = config.sampling
         params = SamplingParams(
             max_tokens=sampling.max_completion_length,
@@ -227,7 +234,8 @@ class _Run:
                 break
             step = learner.version
             is_last = step == config.training.max_steps
-            if evaluator and (step % config.eval.eval_steps == 0 or is_last):
+            self._log_background()
+            if evaluator and self._evaluates_at(step):
                 self._evaluate(evaluator)
             save_steps = config.checkpoint.save_steps
             if is_last or (save_steps and step % save_steps == 0) or self.guard.rolled_back_at(step):
@@ -249,6 +257,7 @@ class _Run:
         self._write_final_model()
         ledger.fates.not_needed(learner.version)
         self._check(ledger, starter.progress, starter.next_number)
+        self._finish_background()
 
     def _finish_again(self) -> None:
         """What comes after the last checkpoint, which a killed run may have left undone."""
@@ -261,6 +270,7 @@ class _Run:
         ledger = self._open_ledger()
         ledger.fates.not_needed(self.learner.version)
         self._check(ledger, self.data, self.data.next_group)
+        self._finish_background()
 
     def _open_ledger(self) -> Ledger:
         data = self.data
@@ -278,6 +288,8 @@ class _Run:
         """End the runtime and close the logs."""
         if self.rollouts is not None:
             self.rollouts.close()
+        if self.background is not None:
+            self.background.close()
         if self.ledger is not None:
             try:
                 self.ledger.check_sums()
@@ -346,6 +358,7 @@ class _Run:
             **rollouts.metrics(),
             **self.grading.metrics(),
             **self.guard.metrics(),
+            **(self.background.metrics() if self.background else {}),
             "time_sample": sampled - begin,  # in the local runtime: the time that the learner waited
             "time_train": end - sampled,
             "time_step": end - begin,
@@ -382,17 +395,90 @@ class _Run:
             if version_of(path) > version_of(checkpoint):
                 shutil.rmtree(path)
 
+    def _evaluates_at(self, step: int) -> bool:
+        return step % self.config.eval.eval_steps == 0 or step == self.config.training.max_steps
+
     def _evaluate(self, evaluator: Evaluator) -> None:
+        if self.background is not None:
+            if self.learner.version < self.config.training.max_steps:  # the last one starts when nothing else is left
+                with self.timeline.span("copying weights for evaluation"):
+                    self.background.start(self.learner.version)
+            return
         with self.timeline.span("evaluation"), self.progress.phase("evaluation", None) as phase:
             result = evaluator.run(self.model, phase)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # the evaluation's key/value memory, which samplers on the same device may need
         self._log("eval", result.metrics)
 
-    def _log(self, kind: Kind, metrics: dict[str, float]) -> None:
+    def _open_background(self, evaluator: Evaluator | None) -> None:
+        """The evaluation beside the training, if there is one; what was not finished before a resume begins again."""
+        in_background = evaluator is not None and self.config.eval.background
+        if (self.is_new or not in_background) and discard_unfinished(self.directory.path) and not self.is_new:
+            self.progress.note("an unfinished evaluation is given up: eval.background is off now")
+        if evaluator is None or not in_background:
+            return
+        self.background = background = BackgroundEvaluation(
+            self.config, self.model, evaluator, self.directory.path, self.progress.note
+        )
+        if self.is_new:
+            return
+        step = self.learner.version
+        unfinished = background.unfinished(step)
+        if unfinished is not None:
+            if self._is_evaluated(unfinished):
+                background.done(unfinished)  # the run was killed right after its result was logged
+            else:
+                background.restart(unfinished)
+        # the kill may also have come between the checkpoint and the evaluation of the same step
+        is_due = step < self.config.training.max_steps and self._evaluates_at(step)
+        if is_due and background.running is None and not self._is_evaluated(step):
+            background.start(step)
+
+    def _is_evaluated(self, step: int) -> bool:
+        lines = read_metrics(self.directory.path / METRICS_FILE)
+        return any(line["kind"] == "eval" and line["step"] == step for line in lines)
+
+    def _log_background(self) -> None:
+        """Log the result of an evaluation that has finished, under the step that it is of."""
+        if self.background is None or (found := self.background.take_result()) is None:
+            return
+        step, metrics = found
+        self._log("eval", metrics, step)
+        self.background.done(step)
+
+    def _finish_background(self) -> None:
+        """Wait for the evaluation that is running, then for that of the last step."""
+        if self.background is None:
+            return
+        last = self.learner.version
+        self._await_background()
+        if not self._is_evaluated(last):
+            self.background.start(last)
+            self._await_background()
+
+    def _await_background(self) -> None:
+        background = self.background
+        assert background is not None
+        step = background.running
+        if step is None:
+            return
+        with self.timeline.span("waiting for evaluation"), self.progress.phase(f"evaluation of step {step}"):
+            while background.running is not None:
+                if self.stop.requested:
+                    background.wait_until_saved()
+                    self.progress.note(
+                        f"the evaluation of step {step} is not finished; do it again with: vcpo train"
+                        f" {self.directory.path / 'config.yaml'} --resume"
+                    )
+                    raise KeyboardInterrupt
+                background.wait()
+                self._log_background()
+
+    def _log(self, kind: Kind, metrics: dict[str, float], step: int | None = None) -> None:
+        """step: when it is not the present one."""
         with self._disk_errors_explained("metrics"):
             for logger in self.loggers:
-                logger.log(self.learner.version, kind, metrics)
+                logger.log(self.learner.version if step is None else step, kind, metrics)
 
     def _disk_errors_explained(self, what: str) -> contextlib.AbstractContextManager[None]:
         return disk_errors_explained(
@@ -407,6 +493,9 @@ class _Run:
             self._save_now()
 
     def _save_now(self) -> None:
+        if self.background is not None:
+            self._log_background()
+            self.background.wait_until_saved()
         keep, spare = self.guard.to_keep(self.learner.version)
         numbers, tensors = self.learner.state()
         numbers = {"learner": numbers, **dataclasses.asdict(self.data), "rollouts": self.rollouts_state}
