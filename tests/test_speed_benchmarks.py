@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -184,19 +185,16 @@ def test_counting_is_answered_by_the_numbers_and_has_a_long_tail() -> None:
     from harness.counting import CountingTask
 
     task = CountingTask(longest=50)
-    problems = task.eval_problems(400)
-    for problem in problems[:50]:
-        first, last = (int(part) for part in str(problem.prompt).removesuffix("=").split(">"))
-        answer, number = f"{first:02}", first
-        while number != last:
-            number = (number - 1) % 100
-            answer += f"{number:02}"
-        assert task.grade([problem, problem], [answer, answer + "0"])[0].correct
-        assert [grade.reward for grade in task.grade([problem, problem], [answer, answer + "0"])] == [1.0, 0.0]
-    counts = np.array([len(problem.columns["answer"]) // 2 for problem in problems])
+    problem = task.eval_problems(1)[0]
+    count, mark = int(str(problem.prompt)[:2]), str(problem.prompt)[2]
+    answer = "".join(f"{number:02}{mark}" for number in reversed(range(1, count + 1)))
+    assert [grade.reward for grade in task.grade([problem, problem], [answer, answer + mark])] == [1.0, 0.0]
+    assert task.demonstration(problem, random.Random(0)) == answer
+    counts = np.array([int(str(task.train_problem(i, 0).prompt)[:2]) for i in range(2000)])
     assert counts.min() == 2
     assert counts.max() == 50
-    assert 0.1 < (counts >= 10).mean() < 0.3  # 2/10
+    assert 0.15 < (counts >= 10).mean() < 0.25  # 2/10
+    assert 0.02 < (counts == 50).mean() < 0.06  # 2/50
 
 
 def test_lengths_to_sample_are_equal_or_long_tailed_and_prompts_tell_them() -> None:

@@ -1,31 +1,33 @@
-"""Count down: ``37>34=`` is answered by ``37363534``. A generated task whose answers differ in length a hundredfold.
+"""Count down: ``03b=`` is answered by ``03b02b01b``. A generated task whose answers differ thirtyfold in length.
 
-How far to count has the tail of a power law: more than n numbers with probability 1/n, to at most ``longest``. The
-length of an answer is thus a property of its problem, known to nobody before it has been written.
+How far to count has the tail of a power law: at least n numbers with probability ``shortest`` / n, at most
+``longest``. The length of an answer is a property of its problem, known to nobody before it has been written.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import PositiveInt
+from pydantic import Field
 
 from vcpo.records import Grade, Problem
 from vcpo.tasks.options import TaskOptions, options_or_user_error
 from vcpo.tasks.streams import eval_draw, train_draw
 
+MARKS = "abcdefghij"
+
 
 class CountingOptions(TaskOptions):
     """Options of the task."""
 
-    longest: PositiveInt = 99
-    shortest: PositiveInt = 2
+    shortest: Annotated[int, Field(ge=1, le=99)] = 2
+    longest: Annotated[int, Field(ge=1, le=99)] = 60
 
 
 class CountingTask:
-    """Reward 1 when the response is exactly the two-digit numbers from the first to the second, modulo 100, else 0."""
+    """Reward 1 when the response is exactly the two-digit numbers from the given one to 1, each marked, else 0."""
 
     Options = CountingOptions
 
@@ -34,11 +36,11 @@ class CountingTask:
 
     def train_problem(self, position: int, seed: int) -> Problem:
         """A new random problem for every (seed, position)."""
-        return _problem(f"train-{seed}-{position}", *train_draw(seed, position, self._numbers))
+        return _problem(f"train-{seed}-{position}", *train_draw(seed, position, self._draw))
 
     def eval_problems(self, count: int) -> list[Problem]:
         """Held-out problems, which no training seed and position reaches."""
-        return [_problem(f"eval-{i}", *eval_draw(i, self._numbers)) for i in range(count)]
+        return [_problem(f"eval-{i}", *eval_draw(i, self._draw)) for i in range(count)]
 
     def grade(self, problems: Sequence[Problem], completions: Sequence[str]) -> list[Grade]:
         """Exact comparison; surrounding text of any kind is wrong."""
@@ -49,12 +51,12 @@ class CountingTask:
         """The numbers."""
         return str(problem.columns["answer"])
 
-    def _numbers(self, rng: random.Random) -> tuple[tuple[int, int], tuple[int, int]]:
+    def _draw(self, rng: random.Random) -> tuple[tuple[int, str], tuple[int, str]]:
         count = int(self.options.shortest / (1 - rng.random()))
-        drawn = rng.randrange(100), min(count, self.options.longest)
+        drawn = min(count, self.options.longest), rng.choice(MARKS)
         return drawn, drawn
 
 
-def _problem(name: str, first: int, count: int) -> Problem:
-    numbers = [f"{(first - i) % 100:02}" for i in range(count)]
-    return Problem(name, f"{numbers[0]}>{numbers[-1]}=", {"answer": "".join(numbers)})
+def _problem(name: str, count: int, mark: str) -> Problem:
+    numbers = [f"{number:02}{mark}" for number in range(count, 0, -1)]
+    return Problem(name, f"{numbers[0]}=", {"answer": "".join(numbers)})
