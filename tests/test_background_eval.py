@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -23,10 +24,9 @@ from vcpo.observe.summary import summarize
 from vcpo.pipeline.background_eval import BackgroundEvaluation
 from vcpo.pipeline.eval_subject import find_subject
 from vcpo.pipeline.evaluate import Evaluator
-from vcpo.pipeline.grading import Grader, InProcessGrading
+from vcpo.pipeline.grading_pool import make_task_and_grading
 from vcpo.pipeline.run import train
 from vcpo.pipeline.standalone_eval import evaluate_model
-from vcpo.tasks.registry import make_task
 
 # the task's answers wait for a file, in the thread of the evaluation alone
 WAITING = """
@@ -82,19 +82,20 @@ def evaluated_alone(run: Path, step: int) -> dict[str, float]:
     return evaluate_model(find_subject(str(run / "checkpoints" / f"step-{step:06d}"), None), None).metrics
 
 
-def test_each_evaluation_is_of_the_weights_of_its_step(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    train(tiny_config(run, *LOCAL), make_report=False)
-    found = evaluations(run)
-    # evaluations that fell due while another was running are skipped, but neither the first nor the last
-    skipped = [line["evaluations_skipped"] for line in read_metrics(run / "metrics.jsonl") if line["kind"] == "train"]
-    assert {0, 6} <= found.keys() <= {0, 2, 4, 6}
-    assert len(found) == 4 - skipped[-1]
-    for step in found.keys() - {0}:
-        assert found[step] == evaluated_alone(run, step)
-    assert not (run / "evaluation").exists()
+def evaluated_untrained(config: RunConfig) -> dict[str, float]:
+    """The evaluation of the first step, in this process."""
+    model, _ = load_model(config.model, config.seed)
+    return evaluator_of(config).run(model).metrics
 
 
+def evaluator_of(config: RunConfig) -> Evaluator:
+    task, grading = make_task_and_grading(config)
+    model, tokenizer = load_model(config.model, config.seed)
+    ends = end_token_ids(model, tokenizer)
+    return Evaluator(task, grading, tokenizer, config.eval, config.sampling, ends, config.seed)
+
+
+@pytest.mark.slow
 def test_the_training_goes_on_and_late_results_stand_at_their_step(tmp_path: Path, waiting: str) -> None:
     run = tmp_path / "run"
     progress = At(4, (tmp_path / "go").touch)
@@ -111,7 +112,10 @@ def test_the_training_goes_on_and_late_results_stand_at_their_step(tmp_path: Pat
     assert sum("the evaluation of step 2 is skipped" in note for note in progress.notes) == 1
     accuracies = [line["accuracy"] for line in lines if line["kind"] == "eval"]
     assert summarize(run).eval_accuracies == accuracies
+    # the weights are those of the step, whatever the training has made of them meanwhile
+    assert evaluations(run)[0] == evaluated_untrained(tiny_config(run, *LOCAL))
     assert evaluations(run)[6] == evaluated_alone(run, 6)
+    assert not (run / "evaluation").exists()
     assert tensorboard_steps(run) == sorted(evaluations(run))
 
 
@@ -124,42 +128,23 @@ def tensorboard_steps(run: Path) -> list[int]:
     return sorted(event.step for event in events.Scalars("eval/accuracy"))
 
 
+@pytest.mark.slow
 def test_a_resumed_run_does_again_what_was_not_finished(tmp_path: Path, waiting: str) -> None:
-    run = tmp_path / "run"
-    config = tiny_config(run, *LOCAL, waiting, "eval.eval_steps=1")
-    (tmp_path / "go").touch()
-    # the evaluation of the first step is the one that is interrupted
+    """Once in the middle of training, then when only evaluations are left to do."""
+    run, go = tmp_path / "run", tmp_path / "go"
+    words = [*LOCAL, waiting, "training.max_steps=4"]
     with pytest.raises(KeyboardInterrupt):
-        train(config, progress=InterruptAfter(1), make_report=False)
-    before = evaluations(run)
-    (tmp_path / "go").unlink()
+        train(tiny_config(run, *words), progress=InterruptAfter(3), make_report=False)
+    assert [path.name for path in (run / "evaluation").glob("*")] == ["step-000000.safetensors"]
     with pytest.raises(KeyboardInterrupt):
-        train(config, mode="resume", progress=InterruptAfter(3), make_report=False)
-    (unfinished,) = (run / "evaluation").glob("*")
-    step = int(unfinished.stem.removeprefix("step-"))
-    assert step not in before
-    assert step <= 3
-    (tmp_path / "go").touch()
-    train(config, mode="resume", progress=Progress(6), make_report=False)
-    found = evaluations(run)
-    assert found[6] == evaluated_alone(run, 6)
-    assert step in found
-    if (run / "checkpoints" / f"step-{step:06d}").exists():
-        assert found[step] == evaluated_alone(run, step)
-    assert not (run / "evaluation").exists()
-
-
-def test_a_run_that_ended_before_its_last_evaluation_does_it_when_resumed(tmp_path: Path, waiting: str) -> None:
-    run = tmp_path / "run"
-    config = tiny_config(run, *LOCAL, waiting, "eval.eval_steps=6", "training.max_steps=2")
-    # a second signal ends the wait for evaluations at once
-    with pytest.raises(KeyboardInterrupt):
-        train(config, progress=InterruptAfter(2), make_report=False)
-    assert evaluations(run) == {}
+        train(tiny_config(run, *words), mode="resume", progress=InterruptAfter(4), make_report=False)
     assert (run / "model").is_dir()
-    (tmp_path / "go").touch()
-    train(config, mode="resume", progress=Progress(2), make_report=False)
-    assert evaluations(run)[2] == evaluated_alone(run, 2)
+    assert evaluations(run) == {}
+    go.touch()
+    train(tiny_config(run, *words), mode="resume", progress=Progress(4), make_report=False)
+    expected = {0: evaluated_untrained(tiny_config(run, *words)), 4: evaluated_alone(run, 4)}
+    assert evaluations(run) == expected
+    assert not (run / "evaluation").exists()
 
 
 def test_lockstep_evaluates_between_its_steps(tmp_path: Path) -> None:
@@ -167,6 +152,7 @@ def test_lockstep_evaluates_between_its_steps(tmp_path: Path) -> None:
         tiny_config(tmp_path, "eval.background=true")
 
 
+@pytest.mark.slow
 def test_a_killed_run_leaves_no_process(tmp_path: Path) -> None:
     (tmp_path / "waiting.py").write_text(WAITING)
     recipe = tiny_recipe(tmp_path / "recipe.yaml", *LOCAL, "task={name: 'waiting.py:WaitingSort', digits: 4}",
@@ -183,24 +169,24 @@ def test_a_killed_run_leaves_no_process(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "evaluation" / "step-000000.safetensors").exists()
 
 
+@pytest.fixture(scope="module")
+def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[BackgroundEvaluation, list[str], Path]]:
+    """An evaluation beside no training, with its notes and the run directory."""
+    run, notes = tmp_path_factory.mktemp("run"), list[str]()
+    config = tiny_config(run, *LOCAL, "runtime.hang_timeout=1.0")
+    model, _ = load_model(config.model, config.seed)
+    evaluation = BackgroundEvaluation(config, model, evaluator_of(config), run, notes.append)
+    yield evaluation, notes, run
+    evaluation.close()
+    evaluation.close()
+
+
 @pytest.fixture
-def beside(tmp_path: Path) -> Iterator[tuple[BackgroundEvaluation, list[str]]]:
-    """An evaluation beside nothing, of a new model; and its notes."""
-    config = tiny_config(tmp_path, *LOCAL, "runtime.hang_timeout=1.0")
-    evaluation, notes = evaluation_of(config, tmp_path)
-    yield evaluation, notes
-    evaluation.close()
-    evaluation.close()
-
-
-def evaluation_of(config: RunConfig, run: Path) -> tuple[BackgroundEvaluation, list[str]]:
-    task = make_task(config.task.name, config.task.params)
-    model, tokenizer = load_model(config.model, config.seed)
-    grading = InProcessGrading(Grader(task, None))
-    ends = end_token_ids(model, tokenizer)
-    evaluator = Evaluator(task, grading, tokenizer, config.eval, config.sampling, ends, config.seed)
-    notes: list[str] = []
-    return BackgroundEvaluation(config, model, evaluator, run, notes.append), notes
+def beside(process: tuple[BackgroundEvaluation, list[str], Path]) -> tuple[BackgroundEvaluation, list[str]]:
+    """The same, with no notes yet; the process of the test before is used again."""
+    evaluation, notes, _ = process
+    notes.clear()
+    return evaluation, notes
 
 
 def process_of(evaluation: BackgroundEvaluation) -> psutil.Process:
@@ -217,8 +203,8 @@ def result_of(evaluation: BackgroundEvaluation) -> tuple[int, dict[str, float]] 
     return result
 
 
-def test_a_process_that_dies_is_replaced_once(beside: tuple[BackgroundEvaluation, list[str]], tmp_path: Path) -> None:
-    evaluation, notes = beside
+def test_a_process_that_dies_is_replaced_once(process: tuple[BackgroundEvaluation, list[str], Path]) -> None:
+    evaluation, notes, run = process
     assert evaluation.start(3)
     process_of(evaluation).kill()
     found = result_of(evaluation)
@@ -228,9 +214,9 @@ def test_a_process_that_dies_is_replaced_once(beside: tuple[BackgroundEvaluation
     assert metrics["problems"] == 6
     (note,) = notes
     assert note.startswith("the evaluation of step 3 failed, trying once more: the evaluation's process (pid ")
-    assert (tmp_path / "evaluation" / "step-000003.safetensors").exists()
+    assert (run / "evaluation" / "step-000003.safetensors").exists()
     evaluation.done(3)
-    assert not (tmp_path / "evaluation").exists()
+    assert not (run / "evaluation").exists()
 
 
 def test_one_that_dies_twice_is_given_up_and_the_next_is_evaluated(
@@ -250,36 +236,39 @@ def test_one_that_dies_twice_is_given_up_and_the_next_is_evaluated(
     found = result_of(evaluation)
     assert found is not None
     assert found[0] == 4
+    evaluation.done(4)
 
 
 def test_a_process_that_hangs_is_replaced(beside: tuple[BackgroundEvaluation, list[str]]) -> None:
     evaluation, notes = beside
-    evaluation.start(0)
-    assert result_of(evaluation) is not None
     process_of(evaluation).suspend()
-    evaluation.start(1)
+    evaluation.start(5)
     assert result_of(evaluation) is not None
+    evaluation.done(5)
     assert "hung: it made no decoding step for" in notes[0]
 
 
-def test_unreadable_weights_are_noted_and_forgotten(tmp_path: Path) -> None:
-    evaluation, notes = evaluation_of(tiny_config(tmp_path, *LOCAL), tmp_path)
-    (tmp_path / "evaluation").mkdir()
+def test_unreadable_weights_are_noted_and_forgotten(process: tuple[BackgroundEvaluation, list[str], Path]) -> None:
+    evaluation, notes, run = process
+    notes.clear()
+    shutil.rmtree(run / "evaluation", ignore_errors=True)
+    (run / "evaluation").mkdir()
     for name in ("step-000002.safetensors", "step-000004.safetensors", "step-000002.tmp"):
-        (tmp_path / "evaluation" / name).write_bytes(b"torn")
+        (run / "evaluation" / name).write_bytes(b"torn")
     assert evaluation.unfinished(3) == 2
     evaluation.restart(2)
     assert evaluation.running is None
     assert "cannot be done again, its weights are unreadable" in notes[0]
-    assert not (tmp_path / "evaluation").exists()
-    evaluation.close()
+    assert not (run / "evaluation").exists()
 
 
-def test_a_disk_that_is_full_costs_the_resumption_alone(tmp_path: Path) -> None:
-    evaluation, notes = evaluation_of(tiny_config(tmp_path, *LOCAL), tmp_path)
-    (tmp_path / "evaluation").write_text("in the way")
-    evaluation.start(2)
+def test_weights_that_cannot_be_saved_cost_the_resumption_alone(
+    process: tuple[BackgroundEvaluation, list[str], Path],
+) -> None:
+    evaluation, notes, run = process
+    notes.clear()
+    (run / "evaluation").write_text("in the way")
+    evaluation.start(6)
     evaluation.wait_until_saved()
     assert result_of(evaluation) is not None
-    assert "the weights of step 2 were not saved for evaluation" in notes[0]
-    evaluation.close()
+    assert "the weights of step 6 were not saved for evaluation" in notes[0]

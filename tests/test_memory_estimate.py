@@ -163,3 +163,16 @@ def test_the_paper_size_does_not_fit_where_it_cannot() -> None:
     config: RunConfig = load_config(Path("recipes/math/vcpo-k10.yaml"))
     learner, _ = device_memory(config, ModelSizes.find(config.model))
     assert learner.of_phase("pass") > 7_615_616_512 * (2 + 4 + 8 + 4 + 4)
+
+
+def test_an_evaluation_beside_the_training_has_memory_of_its_own(tmp_path: Path) -> None:
+    words = ("runtime.name=local", "eval.eval_steps=2")
+    config = tiny_config(tmp_path, *words)
+    sizes = ModelSizes.find(config.model)
+    learner, sampler = device_memory(config, sizes)
+    assert line(learner, "key/value cache of evaluation")
+    alone, _, evaluation = device_memory(tiny_config(tmp_path, *words, "eval.background=true"), sizes)
+    assert not [each for each in alone.lines if "of evaluation" in each.name]
+    assert (evaluation.role, evaluation.processes) == ("evaluation", 1)
+    assert line(evaluation, "weights").bytes == line(sampler, "weights").bytes
+    assert line(evaluation, "key/value cache of evaluation").bytes == line(sampler, "key/value cache").bytes

@@ -68,17 +68,25 @@ def keeps_gradient(config: RunConfig) -> bool:
 def device_memory(config: RunConfig, sizes: ModelSizes) -> tuple[RoleMemory, ...]:
     """The device memory of every role of the configured runtime."""
     runtime, sampling = config.runtime, config.sampling
-    phases: _Phases = (_PASS, _UPDATE, *((_EVALUATION,) if config.eval.eval_steps else ()))
+    evaluates = bool(config.eval.eval_steps)
+    phases: _Phases = (_PASS, _UPDATE, *((_EVALUATION,) if evaluates and not config.eval.background else ()))
     weights = number_bytes(config.model) * sizes.parameters
     if runtime.name == "local":
         sampler = [
             MemoryLine("weights", weights, (_SAMPLING,), "a P", is_exact=True),
             *_decoding(config, sizes, sampling.slots, (_SAMPLING,), _SAMPLING),
         ]
-        return (
+        roles = [
             RoleMemory("learner", 1, tuple(_learner(config, sizes, phases))),
             RoleMemory("sampler", runtime.samplers, tuple(sampler)),
-        )
+        ]
+        if evaluates and config.eval.background:
+            beside = [
+                MemoryLine("weights", weights, (_EVALUATION,), "a P", is_exact=True),
+                *_decoding(config, sizes, sampling.slots, (_EVALUATION,), _EVALUATION),
+            ]
+            roles.append(RoleMemory("evaluation", 1, tuple(beside)))
+        return tuple(roles)
     phases = (_SAMPLING, *phases)
     minibatch = config.training.prompts_per_step * sampling.num_generations
     lines = [
@@ -109,7 +117,11 @@ def host_memory(config: RunConfig, sizes: ModelSizes) -> tuple[tuple[str, int, s
         ("disk: final model", a * sizes.parameters, "a P"),
     ]
     if runtime.name == "local":
-        lines.insert(0, ("shared memory", 2 * a * sizes.parameters, "2 a P: buffers from learner to samplers"))
+        size = 2 * a * sizes.parameters
+        lines.insert(0, ("shared memory", size, "2 a P: buffers from learner to samplers"))
+        if config.eval.eval_steps and config.eval.background:
+            lines.insert(1, ("shared memory of evaluation", size, "2 a P: buffers of its own"))
+            lines.append(("disk: weights under evaluation", a * sizes.parameters, "a P: for a resumed run"))
     return tuple(lines)
 
 
@@ -155,7 +167,7 @@ def _learner(config: RunConfig, sizes: ModelSizes, phases: _Phases) -> list[Memo
     lines += _activations(config, sizes)
     if planned_device(config.model).type == "cuda":
         lines.append(MemoryLine("AdamW's temporaries", 4 * parameters, (_UPDATE,), "4 P: it goes over all at once"))
-    if config.eval.eval_steps:
+    if _EVALUATION in phases:
         lines += _decoding(config, sizes, config.sampling.slots, (_EVALUATION,), _EVALUATION)
     return lines
 

@@ -97,7 +97,8 @@ def _words(config: RunConfig, sizes: ModelSizes | None, variants: dict[str, RunC
         yield (
             "evaluation",
             f"every {chosen.eval_steps} steps and at both ends: {chosen.num_problems:,} problems x"
-            f" {chosen.num_generations} at temperature {chosen.temperature:g}, top-p {chosen.top_p:g}",
+            f" {chosen.num_generations} at temperature {chosen.temperature:g}, top-p {chosen.top_p:g}"
+            + (", in a process beside the training" if chosen.background else ""),
         )
     if config.watchdog.enabled:
         yield "watchdog", f"{config.watchdog.action} on an alarm of {', '.join(config.watchdog.rules)}"
