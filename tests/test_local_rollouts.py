@@ -4,39 +4,26 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
-from vcpo.config import RunConfig, parse_config
-from vcpo.models.loading import end_token_ids, load_model
-from vcpo.pipeline.grading import Grader, InProcessGrading
+from rollout_cases import config_with, rollouts_of, take
 from vcpo.pipeline.local import LocalRollouts
-from vcpo.pipeline.rollouts import GroupStarter, response_seed
+from vcpo.pipeline.rollouts import response_seed
 from vcpo.pipeline.supervision import SamplerDied
-from vcpo.records import Grade, Problem, SamplingParams
+from vcpo.records import Grade, Problem
 from vcpo.tasks.prompts import PromptSource
 from vcpo.tasks.registry import make_task
 
 pytestmark = pytest.mark.slow
 
 SECONDS = 5.0  # within which a failure must reach the user
-
-
-def config_with(**runtime: Any) -> RunConfig:
-    return parse_config(
-        {
-            "model": {"init": {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}},
-            "task": {"name": "sort", "digits": 4},
-            "sampling": {"num_generations": 2, "max_prompt_length": 5, "max_completion_length": 6, "slots": 4},
-            "training": {"prompts_per_step": 2, "max_steps": 50},
-            "runtime": {"name": "local", "max_staleness": 2, **runtime},
-        }
-    )
 
 
 class FailingTask:
@@ -57,25 +44,6 @@ class FailingTask:
         if self._left < 0:
             raise ZeroDivisionError("the user's grader divided by zero")
         return self._task.grade(problems, completions)
-
-
-@contextmanager
-def rollouts_of(
-    config: RunConfig, task: Any = None, notes: list[str] | None = None, prompts: type[PromptSource] = PromptSource
-) -> Iterator[tuple[LocalRollouts, torch.nn.Module]]:
-    task = task or make_task("sort", {"digits": 4})
-    model, tokenizer = load_model(config.model, config.seed)
-    sampling = config.sampling
-    params = SamplingParams(max_tokens=sampling.max_completion_length, stop_token_ids=end_token_ids(model, tokenizer))
-    source = prompts(task, tokenizer, config.seed, sampling.max_prompt_length, "skip")
-    grading = InProcessGrading(Grader(task, None))
-    said = [] if notes is None else notes
-    rollouts = LocalRollouts(config, model, params, GroupStarter(source), grading, note=said.append)
-    try:
-        yield rollouts, model
-    finally:
-        rollouts.close()
-        assert [p for p in psutil.Process().children(recursive=True) if "sampler" in " ".join(p.cmdline())] == []
 
 
 def go_on(rollouts: LocalRollouts, steps: range) -> None:
@@ -207,18 +175,6 @@ class DeadlyFourthPrompt(PromptSource):
         return problem, Deadly() if next_position == 4 else prompt_ids, next_position
 
 
-def take(rollouts: LocalRollouts, steps: range) -> list[int]:
-    """Publish and take minibatches as a learner that changes nothing; the groups in the order of training."""
-    trained = []
-    for step in steps:
-        rollouts.publish(step)
-        for group in rollouts.minibatch(step):
-            assert [t.index for t in group.trajectories] == [0, 1]
-            assert all(step - 2 <= t.start_version <= step for t in group.trajectories)
-            trained.append(group.id)
-    return trained
-
-
 def test_every_version_is_proven_by_its_checksum() -> None:
     with rollouts_of(config_with(max_staleness=0)) as (rollouts, _):
         for step in range(3):
@@ -307,3 +263,34 @@ def test_response_seeds_differ_between_members_groups_and_runs() -> None:
     seeds = {response_seed(s, g, i) for s in range(3) for g in range(50) for i in range(8)}
     assert len(seeds) == 3 * 50 * 8
     assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_an_engine_that_talks_nonsense_is_ended_and_named(tmp_path: Path) -> None:
+    """It runs under another interpreter, which is a script here."""
+    python = tmp_path / "python"
+    python.write_text(f"#!{sys.executable}\nimport os, sys\nos.write(int(sys.argv[3]), b'\\0\\0\\0\\4junk')\n")
+    python.chmod(0o755)
+    config = config_with(engine={"name": "vllm", "python": str(python)}, max_restarts=1)
+    notes: list[str] = []
+    with rollouts_of(config, notes=notes) as (rollouts, _):
+        rollouts.publish(0)
+        with pytest.raises((SamplerDied, KeyboardInterrupt)):
+            rollouts.minibatch(0)
+        assert "sent what is no message, and was killed" in str(rollouts.failure)
+    assert len(notes) == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "killpg"), reason="needs POSIX signals")
+def test_a_sampler_that_is_still_loading_ends_with_the_learner(tmp_path: Path) -> None:
+    """The connection closes in the middle of what would take minutes."""
+    program = (
+        "import time; from vcpo.pipeline import sampler_process as s; s._open_engine = lambda *_: time.sleep(600)\n"
+    )
+    python = tmp_path / "python"
+    python.write_text(f"#!{sys.executable}\nimport sys\n{program}s.main(*map(int, sys.argv[3:6]))\n")
+    python.chmod(0o755)
+    config = config_with(engine={"name": "vllm", "python": str(python)})
+    with rollouts_of(config) as (rollouts, _):
+        sampler = rollouts._samplers[0]
+        socket.socket(fileno=os.dup(sampler.pipe.fileno())).shutdown(socket.SHUT_RDWR)
+        assert sampler.process.wait(60) == 0

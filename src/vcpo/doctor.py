@@ -18,6 +18,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from vcpo import vllm_environment
+from vcpo.errors import UserError
 from vcpo.observe.environment import cpu_model, gpu_names, memory_gb, usable_cores
 
 Status = Literal["ok", "optional", "warning", "missing"]
@@ -41,7 +43,7 @@ class Check:
 
 def report() -> list[Check]:
     """Look at the interpreter, packages, device, shared memory and cache directory, and try a small gradient."""
-    return [_python(), *_packages(), *_device(), _shared_memory(), _cache_directory(), _gradient()]
+    return [_python(), *_packages(), _vllm(), *_device(), _shared_memory(), _cache_directory(), _gradient()]
 
 
 def print_report(console: Console) -> int:
@@ -104,6 +106,18 @@ def _package(requirement: Requirement, extra: str, command: str) -> Check:
     if not requirement.specifier.contains(version, prereleases=True):
         return Check(area, name, "warning" if extra else "missing", f"{version}, needs {wanted}", command)
     return Check(area, name, "ok", f"{version} ({wanted})" if wanted else version)
+
+
+def _vllm() -> Check:
+    """vLLM has an environment of its own, where configurations look for it by default."""
+    try:
+        environment = vllm_environment.examine(vllm_environment.DEFAULT_PYTHON)
+    except UserError as error:
+        installed = Path(vllm_environment.DEFAULT_PYTHON).exists()
+        found = str(error).partition(". ")[0] if installed else f"no {vllm_environment.DEFAULT_PYTHON} here"
+        return Check("vllm", "vLLM engine", "warning" if installed else "optional", found, "see docs/vllm.md")
+    found = f"{environment.vllm} in {vllm_environment.DEFAULT_PYTHON} (Python {environment.python})"
+    return Check("vllm", "vLLM engine", "ok", found)
 
 
 def _install(distribution: metadata.Distribution, extra: str) -> str:

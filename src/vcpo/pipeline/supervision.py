@@ -90,6 +90,9 @@ class Sampler:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(5)
             raise SamplerDied(f"{self.name} {self.hung or self._ending()}") from None
+        except Exception as error:  # of making an object of the bytes
+            self.kill()
+            raise SamplerDied(f"{self.name} sent what is no message, and was killed: {error}") from None
         if isinstance(message, Failure):
             if message.by_user:
                 raise UserError(message.message)
