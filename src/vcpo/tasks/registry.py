@@ -27,6 +27,8 @@ BUILT_IN: dict[str, str] = {
     "countdown": "vcpo.tasks.countdown:CountdownTask",
     "gsm8k": "vcpo.tasks.gsm8k:GSM8KTask",
     "math": "vcpo.tasks.competition:MathTask",
+    "tool_math": "vcpo.tasks.tool_math:ToolMathTask",
+    "tool_arithmetic": "vcpo.tasks.tool_arithmetic:ToolArithmeticTask",
     "dataset": "vcpo.tasks.dataset:DatasetTask",
 }
 
