@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -145,8 +146,17 @@ def has_steps(run: Path, count: int) -> Callable[[], bool]:
 
 def samplers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
     """The sampler processes of a run."""
-    children = psutil.Process(process.pid).children(recursive=True)
-    return [child for child in children if "sampler_process" in " ".join(child.cmdline())]
+    return children_running("sampler_process", process.pid)
+
+
+def children_running(module: str, pid: int | None = None) -> list[psutil.Process]:
+    """The living processes that this one, or another, has started directly or not to run a module of ours."""
+    found = []
+    for child in psutil.Process(pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # ended meanwhile; a zombie has no command line either
+            if module in " ".join(child.cmdline()):
+                found.append(child)
+    return found
 
 
 def gone_within(processes: list[psutil.Process], seconds: float) -> bool:

@@ -19,6 +19,7 @@ import pytest
 from grading_cases import HERE, ObedientTask, answer, answered, grading_config
 from run_cases import (
     assert_equal_weights,
+    children_running,
     final_weights,
     gone_within,
     tiny_config,
@@ -219,7 +220,7 @@ def test_a_functions_state_lives_on_until_its_process_has_to_be_replaced() -> No
 
 
 def workers() -> list[psutil.Process]:
-    return [p for p in psutil.Process().children() if "grading_worker" in " ".join(p.cmdline())]
+    return children_running("grading_worker")
 
 
 def test_a_process_that_ends_while_it_has_nothing_to_do_is_replaced_and_no_answer_suffers() -> None:
