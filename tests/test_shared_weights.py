@@ -126,6 +126,14 @@ def test_the_checksum_tells_old_torn_missing_and_exchanged_weights() -> None:
     assert weights_checksum(exchanged) != right
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_checksum_does_not_depend_on_where_a_tensor_lies(dtype: torch.dtype) -> None:
+    whole = torch.randn(9, 5, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for start in range(5):
+        part = whole[start : start + 4]
+        assert weights_checksum({"a": part}) == weights_checksum({"a": part.clone()})
+
+
 @pytest.mark.skipif(not DESCRIPTORS.is_dir(), reason="needs /proc")
 def test_file_descriptors_do_not_grow_with_the_number_of_parameters() -> None:
     before = len(os.listdir(DESCRIPTORS))

@@ -139,5 +139,8 @@ def weights_checksum(parameters: Mapping[str, Tensor]) -> int:
 
 
 def _sum_of_bits(tensor: Tensor) -> Tensor:
-    words = torch.int64 if tensor.numel() * tensor.element_size() % 8 == 0 else torch.uint8
-    return tensor.contiguous().reshape(-1).view(words).sum(dtype=torch.int64)
+    bits = tensor.contiguous().reshape(-1)
+    whole = (bits.numel() * bits.element_size()) % 8 == 0
+    if whole and bits.storage_offset() * bits.element_size() % 8:  # a slice that starts within a word
+        bits = bits.clone()
+    return bits.view(torch.int64 if whole else torch.uint8).sum(dtype=torch.int64)

@@ -22,7 +22,7 @@ def keep_weights_readable() -> None:
     For the CPU vLLM packs every weight into a form of its own and drops the parameter. What is decoded with can then
     not be read back, so no checksum could prove it; and the output layer of a model with tied embeddings keeps the old
     packed weights when new ones are loaded, without a word (0.32.0: log-probabilities off by a nat). Unpacked, decoding
-    is as fast here, and there is one copy of a tied matrix.
+    on the CPU takes more time (docs/vllm.md); elsewhere nothing changes.
     """
     from vllm.model_executor.layers import utils
 
