@@ -26,6 +26,7 @@ from vcpo.sampler.limits import Limits, check_params
 from vcpo.sampler.slots import SlotTable
 from vcpo.sampler.stopping import StopStrings
 
+REFILL_SHARE = 1 / 8
 PREFILL_TOKENS = 8192  # padded tokens in one forward pass over prompts; one longer prompt still passes alone
 
 
@@ -135,8 +136,13 @@ class TorchEngine:
                 self._prefill(rows, [self._table.cached_tokens(row) for row in rows])
 
     def _refill(self) -> None:
-        number = min(self._slots - self._table.count, len(self._waiting) + len(self._continued))
-        if number:
+        """Start waiting requests. Where not all of them fit, wait until a share of the slots is free.
+
+        Every start is one more forward pass: one for each slot that becomes free would nearly double their number.
+        """
+        free, waiting = self._slots - self._table.count, len(self._waiting) + len(self._continued)
+        number = min(free, waiting)
+        if number and (number == waiting or free >= self._slots * REFILL_SHARE):
             begin = time.perf_counter()
             requests = [(self._continued or self._waiting).popleft() for _ in range(number)]
             rows = self._table.add(requests, self._version)
