@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import importlib
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -298,3 +299,11 @@ def test_a_server_that_is_overloaded_or_gone_is_a_failure_and_no_result(serve: C
     assert (gone.status, gone.detail) == (Status.SANDBOX_FAILURE, "the server did not answer")
     with pytest.raises(UserError, match=r"the server at http://127.0.0.1:9.*the server did not answer"):
         check_sandbox(SandboxOptions(executor="http", url="http://127.0.0.1:9"))
+
+
+def test_the_benchmark_of_sandboxes_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    benchmark = importlib.import_module("sandbox")
+    rows = [benchmark.measure("subprocess", calls=2, pause=0.0, callers=2)]
+    assert rows[0]["calls_per_second"] > 0
+    assert benchmark.table_of({"rows": rows}).splitlines()[2].startswith("| subprocess |")

@@ -37,12 +37,15 @@ HOSTILE = {
 
 def options(name: str, directory: Path) -> dict[str, Any]:
     """Options with which a task can be made: none, or files of rows for a task that needs data."""
-    if "path" not in load_object(BUILT_IN[name]).Options.model_fields or name == "countdown":
-        return {}
+    fields = load_object(BUILT_IN[name]).Options.model_fields
+    # one that needs nothing of the machine
+    tool = {"sandbox": {"executor": "subprocess", "allow_unsafe": True, "warm": 0}} if "sandbox" in fields else {}
+    if "path" not in fields or name == "countdown":
+        return tool
     for part, first in (("train", 0), ("eval", 100)):
         rows = (json.dumps(ROW).replace("{i}", str(i)) for i in range(first, first + 40))
         (directory / f"{part}.jsonl").write_text("\n".join(rows))
-    return {"path": str(directory / "train.jsonl"), "eval_path": str(directory / "eval.jsonl")}
+    return {"path": str(directory / "train.jsonl"), "eval_path": str(directory / "eval.jsonl"), **tool}
 
 
 @pytest.fixture(params=BUILT_IN)

@@ -73,10 +73,16 @@ class SandboxOptions(BaseModel):
         return tuple(dict.fromkeys(map(sysconfig.get_path, ("purelib", "platlib")))) if self.site_packages else ()
 
 
+_worked: set[str] = set()  # options that have been tried
+
+
 def check_sandbox(options: SandboxOptions) -> None:
-    """Run a line of code. Raises UserError when that does not work here, with the reason and what to do."""
+    """Run a line of code, once in a process. Raises UserError when that does not work, with the reason and what to do."""
     if options.executor == "bubblewrap":
         working_bubblewrap(options.limits, options.packages, tuple(options.preload))
+        return
+    written = options.model_dump_json()
+    if written in _worked:
         return
     executor = make_executor(options.model_copy(update={"warm": 0}), warn=False)
     try:
@@ -87,6 +93,7 @@ def check_sandbox(options: SandboxOptions) -> None:
         where = f"the server at {options.url}" if options.url else "a process of its own"
         said = " ".join(f"{result.detail} {result.stderr[-300:]}".split())
         raise UserError(f"code cannot be run by {where}: print(6 * 7) ended with {result.status.value!r}: {said}")
+    _worked.add(written)
 
 
 def make_executor(options: SandboxOptions, warn: bool = True) -> Executor:
