@@ -33,7 +33,13 @@ COMMON = (
     "model.device=cpu",
 )
 RUNS = [
-    KilledProcesses("one-sampler", COMMON, sessions=7, samplers=1, graders=2),
+    KilledProcesses(
+        "one-sampler",
+        (*COMMON, "eval.eval_steps=20", "eval.num_problems=4", "eval.background=true"),
+        sessions=7,
+        samplers=1,
+        graders=2,
+    ),
     KilledProcesses(
         "two-samplers-that-drop",
         (*COMMON, "runtime.samplers=2", "runtime.pacing={name: drop_stale, max_ahead: 3}", "reward.processes=2"),
@@ -77,6 +83,13 @@ def test_every_step_is_done_once_and_within_the_bound(killed: dict[str, ProcessR
         assert line["lag_max"] <= STALENESS, line["step"]
     assert all(find_damage(path) is None for path in list_checkpoints(run / "checkpoints"))
     assert list(run.rglob("*.tmp")) == []
+
+
+def test_no_evaluation_beside_the_training_is_recorded_twice(killed: dict[str, ProcessResult]) -> None:
+    lines = read_metrics(Path(killed["one-sampler"].path) / "metrics.jsonl")
+    evaluated = [line["step"] for line in lines if line["kind"] == "eval"]
+    assert len(evaluated) == len(set(evaluated)) > 0
+    assert set(evaluated) <= {0, 20, 40}
 
 
 @pytest.mark.parametrize("name", NAMES)
