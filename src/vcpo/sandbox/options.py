@@ -77,7 +77,7 @@ _worked: set[str] = set()  # options that have been tried
 
 
 def check_sandbox(options: SandboxOptions) -> None:
-    """Run a line of code, once in a process. Raises UserError when that does not work, with the reason and what to do."""
+    """Run a line of code, once in a process. Raises UserError with the reason and what to do when that fails."""
     if options.executor == "bubblewrap":
         working_bubblewrap(options.limits, options.packages, tuple(options.preload))
         return

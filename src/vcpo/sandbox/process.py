@@ -117,7 +117,7 @@ class SandboxProcess:
 
     def stop(self) -> None:
         """End the process and all below it; from any thread, any number of times."""
-        if not self._in_namespace:
+        if not self._in_namespace and self._process.poll() is None:
             kill_below(self._process.pid, seconds=5)
         self._process.kill()
         self._process.wait()
