@@ -4,6 +4,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from transformers import (
     Gemma3ForCausalLM,
@@ -23,6 +25,7 @@ from vcpo.errors import UserError
 from vcpo.models.attention import ATTENTION
 from vcpo.models.small import character_tokenizer
 from vcpo.records import GenerationRequest, ResponsePrefix, SamplingParams, StopReason, Trajectory
+from vcpo.sampler import kv_cache
 from vcpo.sampler.protocol import generate
 from vcpo.sampler.torch_engine import TorchEngine
 
@@ -130,6 +133,43 @@ def test_refilled_slots_give_what_one_at_a_time_gives() -> None:
     assert len({len(t.response_ids_T) for t in together}) > 3
     alone = [generate(engine_of(make(), params, slots=1), [request])[0] for request in requests]
     assert_same(together, alone)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_in_groups_of_similar_length_give_what_one_at_a_time_gives(
+    monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    params = SamplingParams(max_tokens=40, stop_token_ids=(3, 5))
+    requests = make_requests([5, 1, 18, 9, 9, 70, 2, 66, 6, 4, 35, 90])
+    alone = [generate(engine_of(make(family), params, slots=1), [request])[0] for request in requests]
+    monkeypatch.setitem(kv_cache._GROUP_BYTES, "cpu", 1)
+    made: list[int] = []
+    group = kv_cache.row_groups
+    monkeypatch.setattr(kv_cache, "row_groups", lambda *a: made.append(len(group(*a))) or group(*a))
+    assert_same(generate(engine_of(make(family), params, slots=6), requests), alone)
+    assert max(made) >= 2
+
+
+@given(lengths=st.lists(st.integers(1, 4000), min_size=1, max_size=60), worth=st.floats(0, 1e5))
+def test_row_groups_hold_every_row_once_and_spare_what_they_have_to(lengths: list[int], worth: float) -> None:
+    lengths_B = np.array(lengths)
+    groups = kv_cache.row_groups(lengths_B, worth)
+    assert sorted(np.concatenate(groups).tolist()) == list(range(len(lengths)))
+    longest = [int(lengths_B[rows].max()) for rows in groups]
+    assert longest == sorted(longest)
+    for rows, own, following in zip(groups, longest, longest[1:], strict=False):
+        assert len(rows) * (following - own) >= worth
+    assert len(kv_cache.row_groups(lengths_B, np.inf)) == 1
+
+
+def test_slots_that_become_free_are_refilled_together() -> None:
+    starts: list[int] = []
+    engine = engine_of(make(), SamplingParams(max_tokens=30, stop_token_ids=tuple(range(3, 20))), slots=16)
+    prefill = engine._prefill
+    engine._prefill = lambda rows, sequences: starts.append(len(rows)) or prefill(rows, sequences)  # type: ignore
+    generate(engine, make_requests([4] * 60))
+    assert sum(starts) == 60
+    assert all(count >= 2 for count in starts[:-1])  # an eighth of the slots, until no more are waiting
 
 
 def test_a_response_does_not_depend_on_what_else_is_in_the_batch() -> None:

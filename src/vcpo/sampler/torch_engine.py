@@ -185,7 +185,7 @@ class TorchEngine:
 
     def _forward(self, ids_B: NDArray[np.int64], positions_B: NDArray[np.int64]) -> Tensor:
         positions = self._to_device(positions_B)
-        self._cache.decode(positions, int(positions_B.max()))
+        self._cache.decode(positions, positions_B)
         output = self._model(
             input_ids=self._to_device(ids_B)[:, None],
             position_ids=positions[:, None],
