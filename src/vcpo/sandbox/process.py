@@ -18,6 +18,7 @@ from vcpo.sandbox.protocol import Limits, Result, Status
 from vcpo.sandbox.runner import HEADER, READY
 
 LONGEST_START = 30.0  # seconds until Python must be up
+_SET_UP = 2.0  # seconds for which an end waits for that
 _FIRST_LOOK, _LOOKS_APART = 0.05, 0.1  # seconds between looks at memory and number of processes
 _DRAIN = 0.5  # seconds in which the pipes of an ended process must run dry
 _CHUNK = 1 << 16
@@ -117,7 +118,9 @@ class SandboxProcess:
 
     def stop(self) -> None:
         """End the process and all below it; from any thread, any number of times."""
-        if not self._in_namespace and self._process.poll() is None:
+        # bubblewrap's inner process outlives an outer one that is killed while it still sets up
+        is_set_up = self._in_namespace and self.wait_until_ready(_SET_UP)
+        if not is_set_up and self._process.poll() is None:
             kill_below(self._process.pid, seconds=5)
         self._process.kill()
         self._process.wait()
