@@ -103,6 +103,14 @@ def hangs_in_the_third_call(completions: list[str], **columns: Any) -> list[floa
     return [float(len(set(completion))) for completion in completions]
 
 
+def waits_for_a_file(completions: list[str], **columns: Any) -> list[float]:
+    """Says who it is, then waits until there is a file of that name."""
+    print(os.getpid(), flush=True)
+    while not os.path.exists(completions[0]):
+        pass
+    return [1.0] * len(completions)
+
+
 def one_value(completions: list[str], **columns: Any) -> list[float]:
     return [1.0]
 

@@ -313,6 +313,27 @@ def test_no_process_outlives_a_run_that_is_killed_at_once() -> None:
     assert gone_within(family, ORPHAN)
 
 
+def test_time_in_which_the_whole_run_is_suspended_is_not_the_graders(tmp_path: Path) -> None:
+    program = (
+        "from grading_cases import *; from vcpo.pipeline.grading_pool import GradingPool\n"
+        "pool = GradingPool(grading_config('waits_for_a_file', timeout=2.0))\n"
+        f"print(pool.submit(*answered(0, '{tmp_path}/file')).result().trajectories[0].grade)"
+    )
+    run = subprocess.Popen(
+        [sys.executable, "-c", program], cwd=Path(__file__).parent, stdout=subprocess.PIPE, text=True
+    )
+    assert run.stdout is not None
+    worker = psutil.Process(int(run.stdout.readline()))
+    worker.suspend()
+    run.send_signal(signal.SIGSTOP)
+    with pytest.raises(subprocess.TimeoutExpired):
+        run.wait(3.0)
+    (tmp_path / "file").touch()
+    run.send_signal(signal.SIGCONT)
+    worker.resume()
+    assert run.communicate(timeout=SECONDS)[0].startswith("Grade(reward=1.0, ")
+
+
 def test_what_the_environment_gave_for_the_turns_is_added_to_the_grade() -> None:
     def with_turns(*rewards_: float | None, failure: str | None = None) -> Trajectory:
         (trajectory,) = answered(0, "1")[1]

@@ -19,7 +19,6 @@ import sys
 import sysconfig
 import tempfile
 import threading
-import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -107,7 +106,6 @@ class GradingProcess:
         Raises Lost after the time-out, over the memory limit and when the process ends, UserError for a problem that
         cannot be sent.
         """
-        deadline = time.monotonic() + self._timeout + _GRACE
         try:
             self._pipe.send((problem, answers))
         except OSError:
@@ -117,7 +115,7 @@ class GradingProcess:
                 f"problem {problem.id!r} cannot be sent to the grading process ({type(error).__name__}: {error}):"
                 " give it columns that can be pickled, or grade in the run's own process with reward.processes=0"
             ) from None
-        return self._receive(deadline)
+        return self._receive(self._timeout + _GRACE)
 
     def kill(self) -> None:
         """End it with its whole process group; from any thread, also while another one waits for an answer."""
@@ -138,21 +136,23 @@ class GradingProcess:
         self._pipe.close()
         self._trace.close()
 
-    def _receive(self, deadline: float | None) -> dict[str, Any]:
+    def _receive(self, seconds: float | None) -> dict[str, Any]:
         try:
-            self._wait(deadline)
+            self._wait(seconds)
             outcome: dict[str, Any] = json.loads(self._pipe.recv_bytes(_LONGEST))
         except (EOFError, OSError, ValueError):  # ValueError: something else was written into the socket
             raise self._lost() from None
         return outcome
 
-    def _wait(self, deadline: float | None) -> None:
-        """Until there is something to receive. Without a deadline the process is loading and may take what it needs."""
-        if deadline is None:
+    def _wait(self, seconds: float | None) -> None:
+        """Until there is something to receive. ``None``: the process is loading and may take what it needs."""
+        if seconds is None:
             self._pipe.poll(None)
             return
-        while not self._pipe.poll(max(0.0, min(_LOOK, deadline - time.monotonic()))):
-            if time.monotonic() >= deadline:
+        # looks are counted, not what a clock says: while the whole run is suspended, the grader has no time either
+        while not self._pipe.poll(min(_LOOK, seconds)):
+            seconds -= _LOOK
+            if seconds <= 0:
                 raise self._lost(f"no grade within {self._timeout:g} s")
             taken = (_memory_of(self.pid) - self._loaded_bytes) / 2**30
             if self._max_memory is not None and taken > self._max_memory:
