@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import psutil
 import torch
 
+from run_cases import children_running
 from vcpo.config import RunConfig, parse_config
 from vcpo.models.loading import end_token_ids, load_model
 from vcpo.pipeline.grading import Grader, InProcessGrading
@@ -58,7 +58,7 @@ def rollouts_of(
         yield rollouts, model
     finally:
         rollouts.close()
-        assert [p for p in psutil.Process().children(recursive=True) if "sampler" in " ".join(p.cmdline())] == []
+        assert children_running("sampler_process") == []
 
 
 def take(rollouts: LocalRollouts, steps: range) -> list[int]:

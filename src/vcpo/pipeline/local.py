@@ -266,7 +266,7 @@ class LocalRollouts:
         try:
             message = sampler.receive()
         except SamplerDied as error:
-            if not self._closing.is_set():
+            if not self._closing.is_set() and self._failure is None:
                 self._replace(sampler, error)
             return
         if isinstance(message, Ready):
