@@ -80,7 +80,7 @@ def test_every_step_is_done_once_and_within_the_bound(killed: dict[str, ProcessR
     run = Path(killed[name].path)
     assert train_steps(run) == list(range(1, STEPS + 1))
     for line in read_metrics(run / "metrics.jsonl"):
-        assert line["lag_max"] <= STALENESS, line["step"]
+        assert line["kind"] == "eval" or line["lag_max"] <= STALENESS, line["step"]
     assert all(find_damage(path) is None for path in list_checkpoints(run / "checkpoints"))
     assert list(run.rglob("*.tmp")) == []
 
