@@ -69,3 +69,12 @@ def test_the_reproduction_page_shows_the_verdicts_of_every_figure() -> None:
 
 def test_the_whole_method_fits_in_one_readable_file() -> None:
     assert len(Path("examples/single_file.py").read_text(encoding="utf-8").splitlines()) < 250
+
+
+def test_tests_that_the_documents_name_exist() -> None:
+    written = {
+        name for path in Path("tests").rglob("*.py") for name in re.findall(r"def (test_\w+)", path.read_text("utf-8"))
+    }
+    named = {name for path in DOCUMENTS for name in re.findall(r"`(test_\w+)`", path.read_text(encoding="utf-8"))}
+    assert named
+    assert named <= written
