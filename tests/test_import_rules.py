@@ -26,7 +26,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "watchdog_config": {"method_config"},
     "vllm_environment": {"errors"},
-    "config": {"errors", "method_config", "methods.spec", "tasks.registry", "tasks.rewards", "watchdog_config", "vllm_environment"},
+    "config": {
+        "errors", "method_config", "methods.spec", "tasks.registry", "tasks.rewards", "watchdog_config",
+        "vllm_environment",
+    },
     "gradnorm": {"errors", "cache"},
     "models": {"errors", "records", "config"},
     "sampler": {"errors", "records", "models", "tasks.environment"},
