@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,12 @@ def obey(answer: str) -> float:
         threading.Event().wait(len(memory))
     if answer == "quit":
         os._exit(3)
+    if answer.startswith("quit once "):  # the rest is a path, which remembers
+        path = Path(answer.removeprefix("quit once "))
+        if not path.exists():
+            path.touch()
+            os._exit(3)
+        return 1.0
     if answer == "exit":
         sys.exit("enough")
     if answer == "raise":

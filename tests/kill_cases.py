@@ -24,7 +24,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -252,22 +252,34 @@ def _work(killed: Killed, directory: Path, seed: int) -> None:
     if wait(fork(lambda: _count_lines(killed, directory / "whole", counts), directory / "whole.log")) != 0:
         raise AssertionError((directory / "whole.log").read_text())
     result.lines, result.places = json.loads(counts.read_text())
+    owed = _one_of_each_file(result.places, rng)
     while result.kills < killed.kills and len(result.chains) < MOST_ATTEMPTS and not result.problems:
         chain = Chain(str(directory / f"chain-{len(result.chains)}"))
         result.chains.append(chain)
-        _run_chain(killed, chain, result, rng)
+        _run_chain(killed, chain, result, rng, owed)
     (directory / "result.json").write_text(json.dumps(asdict(result)))
 
 
-def _run_chain(killed: Killed, chain: Chain, result: Result, rng: random.Random) -> None:
+def _one_of_each_file(places: Iterable[str], rng: random.Random) -> list[str]:
+    """A place that writes in every file that has one, in a random order."""
+    files: dict[str, list[str]] = {}
+    for place in sorted(places):
+        files.setdefault(place.split(":")[0], []).append(place)
+    chosen = [rng.choice(its) for its in files.values()]
+    rng.shuffle(chosen)
+    return chosen
+
+
+def _run_chain(killed: Killed, chain: Chain, result: Result, rng: random.Random, owed: list[str]) -> None:
+    """owed: places at which nothing has been killed yet; they come first, where a place has its turn."""
     path = Path(chain.path)
     log = path.with_suffix(".log")
     while len(chain.attempts) < MOST_ATTEMPTS:
         # a third of a run is little more than what a start takes, so some attempts must come further
         place, n = "", rng.randint(1, round(result.lines * rng.choice([0.3, 0.9])))
         if rng.random() < 0.5:
-            place = rng.choice(sorted(result.places))
-            n = rng.randint(1, result.places[place])
+            place, n = (owed.pop(), 1) if owed else (rng.choice(sorted(result.places)), 0)
+            n = n or rng.randint(1, result.places[place])
         reading, writing = os.pipe()
         status = wait(fork(partial(_train_until, killed, path, place, n, writing), log))
         os.close(writing)

@@ -115,6 +115,15 @@ def test_where_a_users_function_fails_the_group_that_it_may_have_compared_has_no
         assert pool.metrics()["grading_failures"] == 4.0
 
 
+def test_a_process_that_dies_once_costs_nobody_a_reward(tmp_path: Path) -> None:
+    """Most deaths have nothing to do with what was graded."""
+    for functions in ([], ["obedient"]):
+        with grading(*functions) as (pool, notes):
+            assert rewards(pool, 1, "2", f"quit once {tmp_path / str(functions)}") == [2.0, 1.0]
+            assert pool.metrics()["grading_restarts"] == 1.0
+            assert notes == []
+
+
 def test_an_answer_of_the_wrong_kind_ends_the_run_at_once() -> None:
     with grading("one_value", max_failures=100) as (pool, notes):
         future = pool.submit(*answered(0, "1", "2"))

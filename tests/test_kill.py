@@ -112,7 +112,8 @@ def test_runs_are_killed_often_enough_and_everywhere(killed: dict[str, Result]) 
     attempts = [a for result in killed.values() for chain in result.chains for a in chain.attempts if a.killed]
     assert len(attempts) >= 60
     files = {attempt.where.split(":")[0] for attempt in attempts}
-    assert files >= {"checkpoint.py", "learner.py", "ledger.py", "metrics.py"}, files
+    assert files >= {"checkpoint.py", "ledger.py", "metrics.py"}, files
+    assert len(files) >= 15, files
 
 
 @pytest.mark.parametrize("name", [k.name for k in LOCKSTEP])

@@ -73,11 +73,12 @@ class _Job:
 
 @dataclass(frozen=True)
 class _Failure:
-    """Why answers have no grade, in one line, and what else is known."""
+    """Why answers have no grade, in one line, and what else is known. died: the process has ended, unasked."""
 
     reason: str
     pid: int
     traceback: str
+    died: bool = False
 
 
 class GradingPool:
@@ -85,7 +86,8 @@ class GradingPool:
 
     A group whose grading raises, takes longer than ``reward.timeout`` or ends the process loses its grades. Where only
     the task grades, its answers are tried again one by one, so that one hostile answer costs no other its grade; a
-    user's function may compare the answers of a group, so there the whole group is lost. UserError ends the run.
+    user's function may compare the answers of a group, so there the whole group is lost, though not before a second try
+    if its process died. UserError ends the run.
     """
 
     def __init__(self, config: RunConfig, note: Callable[[str], None] = print) -> None:
@@ -195,8 +197,12 @@ class GradingPool:
         """Raises what is to end the run, and anything once the pool is being closed or the job has been cancelled."""
         problem, answers = job.started.problem, [Answer.of(t) for t in job.members]
         verdicts = self._ask(index, job, problem, answers)
-        if isinstance(verdicts[0], _Failure) and len(answers) > 1 and not self._section.own_functions:
-            verdicts = [self._ask(index, job, problem, [answer])[0] for answer in answers]
+        first = verdicts[0]
+        if isinstance(first, _Failure):
+            if len(answers) > 1 and not self._section.own_functions:
+                verdicts = [self._ask(index, job, problem, [answer])[0] for answer in answers]
+            elif first.died:  # most deaths have nothing to do with what was graded
+                verdicts = self._ask(index, job, problem, answers)
         failures = [verdict for verdict in verdicts if isinstance(verdict, _Failure)]
         self._count(problem, failures, len(verdicts))
         grades = [Grade(None, failure=v.reason) if isinstance(v, _Failure) else v for v in verdicts]
@@ -211,7 +217,7 @@ class GradingPool:
             outcome = process.ask(problem, answers)
         except Lost as lost:
             self._replace(index)
-            return [_Failure(str(lost), process.pid, lost.traceback)] * len(answers)
+            return [_Failure(str(lost), process.pid, lost.traceback, lost.died)] * len(answers)
         if "user_error" in outcome:
             raise UserError(outcome["user_error"])
         if "error" in outcome:

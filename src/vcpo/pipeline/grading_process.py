@@ -41,12 +41,13 @@ _LIBRARY = sysconfig.get_path("stdlib")
 class Lost(Exception):
     """The process has ended, or has been ended because its time was over. The message is one line, without its number.
 
-    traceback: of where it was, as far as it is known.
+    traceback: of where it was, as far as it is known. died: it has ended by itself, or somebody has ended it.
     """
 
-    def __init__(self, reason: str, traceback: str) -> None:
+    def __init__(self, reason: str, traceback: str, died: bool) -> None:
         super().__init__(reason)
         self.traceback = traceback
+        self.died = died
 
 
 class GradingProcess:
@@ -163,9 +164,10 @@ class GradingProcess:
         self.kill()
         self._trace.seek(0)
         trace = self._trace.read(_LONGEST).decode(errors="replace")
+        died = reason is None
         if reason is None:
             reason = f"the grading process {_how_it_ended(self._process.returncode)}"
-        return Lost(reason + _place(trace), trace)
+        return Lost(reason + _place(trace), trace, died)
 
 
 def _memory_of(pid: int) -> int:
