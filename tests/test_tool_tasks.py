@@ -179,6 +179,7 @@ def test_the_answer_follows_the_last_equals_sign(arithmetic: ToolArithmeticTask)
     grades = arithmetic.grade([problem] * len(texts), texts)
     assert [grade.reward for grade in grades] == [1, 1, 0, 0, 0, 1, 0]
     assert [grade.parts["asked"] for grade in grades] == [0, 1, 1, 1, 0, 0, 1]
+    assert [grade.parts["unaided"] for grade in grades] == [1, 0, 0, 0, 0, 1, 0]
     assert [arithmetic.answer_of(problem, text) for text in texts] == ["408", "408", "407", None, None, "408", None]
 
 

@@ -65,11 +65,13 @@ class ToolArithmeticTask:
         return [self._problem(f"eval-{i}", eval_draw(i, self._factors)) for i in range(count)]
 
     def grade(self, problems: Sequence[Problem], completions: Sequence[str]) -> list[Grade]:
-        """Exact comparison of the last answer with the product. parts: whether the tool was asked."""
+        """Exact comparison of the last answer with the product. parts: asked the tool; unaided: right without it."""
         grades = []
         for problem, completion in zip(problems, completions, strict=True):
             correct = completion.rpartition(EQUALS)[2] == problem.columns["answer"]
-            grades.append(Grade(float(correct), correct, {"asked": float(CLOSE in completion)}))
+            asked = CLOSE in completion
+            parts = {"asked": float(asked), "unaided": float(correct and not asked)}
+            grades.append(Grade(float(correct), correct, parts))
         return grades
 
     def answer_of(self, problem: Problem, completion: str) -> str | None:
