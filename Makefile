@@ -8,8 +8,9 @@ VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.set-up
 VLLM_BIN := $(VLLM)/bin
 TRACKERS := .venv-trackers
+VERIFIERS := .venv-verifiers
 
-.PHONY: setup train test test-trackers vllm test-vllm lint types clean
+.PHONY: setup train test test-trackers test-verifiers vllm test-vllm lint types clean
 
 setup: $(STAMP)
 
@@ -44,6 +45,20 @@ $(TRACKERS)/.set-up: $(STAMP) constraints-trackers.txt
 	  > "$$($(TRACKERS)/bin/python -c "$$site")/vcpo.pth"
 	@touch $@
 
+# verifiers goes with the versions that the rest has; its own requirements (170 MB) lie in an environment on top of it.
+test-verifiers: $(VERIFIERS)/.set-up
+	$(VERIFIERS)/bin/python -m pytest tests/test_verifiers.py tests/test_verifiers_installed.py
+
+$(VERIFIERS)/.set-up: $(STAMP) constraints-verifiers.txt
+	@rm -rf $(VERIFIERS) && $(BIN)/python -m venv $(VERIFIERS)
+	@echo "Installing verifiers into $(VERIFIERS)"
+	@site='import sysconfig; print(sysconfig.get_path("purelib"))'; \
+	  echo "import site; site.addsitedir('$$($(BIN)/python -c "$$site")')" \
+	  > "$$($(VERIFIERS)/bin/python -c "$$site")/vcpo.pth"
+	@$(VERIFIERS)/bin/python -m pip install --quiet --disable-pip-version-check \
+	  -c constraints.txt -r constraints-verifiers.txt
+	@touch $@
+
 # vLLM in an environment of its own (docs/vllm.md). Everything that is installed is named in the list: left to
 # themselves, the packages would bring several gigabytes for GPUs, and what breaks vLLM on the CPU.
 vllm: $(VLLM_STAMP)
@@ -69,4 +84,4 @@ types: setup
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) $(TRACKERS) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(TRACKERS) $(VERIFIERS) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
