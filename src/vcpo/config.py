@@ -187,6 +187,9 @@ class SamplingSection(Section):
     long_prompts: Literal["skip", "truncate", "error"] = Field(
         "skip", description="what to do with a prompt over max_prompt_length; skipped and truncated ones are counted"
     )
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="variables for the chat template, such as enable_thinking of Qwen3"
+    )
     slots: PositiveInt = Field(
         128, description="responses decoded at the same time by one sampler (lockstep decodes its whole minibatch)"
     )

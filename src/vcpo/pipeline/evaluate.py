@@ -79,7 +79,7 @@ class Evaluator:
         self._groups: list[StartedGroup] = []
         self._too_long = 0
         for number, problem in enumerate(task.eval_problems(section.num_problems)):
-            prompt_ids = encode_prompt(tokenizer, problem)
+            prompt_ids = encode_prompt(tokenizer, problem, sampling.chat_template_kwargs)
             if len(prompt_ids) > sampling.max_prompt_length:
                 self._too_long += 1
                 continue

@@ -210,7 +210,13 @@ class _Run:
             stop_strings=tuple(sampling.stop_strings),
         )
         prompts = PromptSource(
-            task, self.tokenizer, config.seed, sampling.max_prompt_length, sampling.long_prompts, self.data.position
+            task,
+            self.tokenizer,
+            config.seed,
+            sampling.max_prompt_length,
+            sampling.long_prompts,
+            self.data.position,
+            sampling.chat_template_kwargs,
         )
         prompts.skipped = int(self.data.counts["prompts_skipped"])
         prompts.truncated = int(self.data.counts["prompts_truncated"])

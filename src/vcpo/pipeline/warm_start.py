@@ -90,6 +90,8 @@ def _content_hash(config: RunConfig, task: DemonstratedTask) -> str:
     identity = {key: plain[key] for key in ("seed", "model", "task", "warm_start")}
     identity |= {"versions": [vcpo.__version__, torch.__version__], "threads": torch.get_num_threads()}
     identity["demonstrations"] = demonstrations
+    if config.sampling.chat_template_kwargs:
+        identity["chat_template_kwargs"] = config.sampling.chat_template_kwargs
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:24]
 
 
@@ -106,7 +108,7 @@ def _fit(
     optimizer = torch.optim.AdamW(model.parameters(), lr=section.learning_rate)
     position = 0
     for step in range(section.steps):
-        batch = [_demonstration(tokenizer, task, position + i, config.seed, rng) for i in range(section.batch_size)]
+        batch = [_demonstration(tokenizer, task, position + i, config, rng) for i in range(section.batch_size)]
         position += section.batch_size
         _corrupt(batch, section.noise, noise)
         rising, falling = (step + 1) / _WARM_UP, (section.steps - step) / section.steps
@@ -122,10 +124,10 @@ def _fit(
 
 
 def _demonstration(
-    tokenizer: PreTrainedTokenizerBase, task: DemonstratedTask, position: int, seed: int, rng: random.Random
+    tokenizer: PreTrainedTokenizerBase, task: DemonstratedTask, position: int, config: RunConfig, rng: random.Random
 ) -> Trajectory:
-    problem = _problem(task, position, seed)
-    prompt_ids = encode_prompt(tokenizer, problem)
+    problem = _problem(task, position, config.seed)
+    prompt_ids = encode_prompt(tokenizer, problem, config.sampling.chat_template_kwargs)
     text = task.demonstration(problem, rng)
     unknown = unknown_characters(tokenizer, text)
     if unknown:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -19,18 +20,21 @@ if TYPE_CHECKING:
 MAX_CONSECUTIVE_SKIPS = 10_000
 
 
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, problem: Problem) -> NDArray[np.int64]:
+def encode_prompt(
+    tokenizer: PreTrainedTokenizerBase, problem: Problem, template_kwargs: Mapping[str, Any] | None = None
+) -> NDArray[np.int64]:
     """The problem's prompt as token ids, ready for the response to follow.
 
-    Text is tokenized as the tokenizer does by itself (with a BOS where it normally adds one), but never closed with
-    an EOS. Messages go through the chat template up to where the assistant speaks; a last message of the assistant is
-    left open, to be continued. Raises UserError naming the problem when its prompt has no tokens, has characters that
-    the tokenizer has no token for, or does not fit the chat template.
+    Text is tokenized as the tokenizer does by itself (with a BOS where it normally adds one, and not a second one to
+    text that begins with it), but never closed with an EOS. Messages go through the chat template, which gets
+    ``template_kwargs``, up to where the assistant speaks; a last message of the assistant is left open, to be
+    continued. Raises UserError naming the problem when its prompt has no tokens, has characters that the tokenizer has
+    no token for, or does not fit the chat template.
     """
     if isinstance(problem.prompt, str):
         ids = _encode_text(tokenizer, problem, problem.prompt)
     else:
-        ids = _encode_messages(tokenizer, problem, problem.prompt)
+        ids = _encode_messages(tokenizer, problem, problem.prompt, template_kwargs or {})
     if not ids:
         raise UserError(f"problem {problem.id!r} has an empty prompt (0 tokens); remove it from the data")
     return np.asarray(ids, dtype=np.int64)
@@ -40,6 +44,7 @@ class PromptSource:
     """Prompts of a task in data order, with the limit on their length applied.
 
     position: the data position to start from (0, or the one saved in a checkpoint).
+    template_kwargs: variables for the chat template.
     skipped, truncated: how many prompts over ``max_prompt_length`` were left out, or shortened, so far.
     """
 
@@ -51,6 +56,7 @@ class PromptSource:
         max_prompt_length: int,
         long_prompts: Literal["skip", "truncate", "error"],
         position: int = 0,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         self._task = task
         self._tokenizer = tokenizer
@@ -58,6 +64,7 @@ class PromptSource:
         self._max_prompt_length = max_prompt_length
         self._long_prompts = long_prompts
         self._position = position
+        self._template_kwargs = template_kwargs
         self.skipped = 0
         self.truncated = 0
 
@@ -74,7 +81,7 @@ class PromptSource:
         """
         for _ in range(MAX_CONSECUTIVE_SKIPS):
             problem = self._task.train_problem(self._position, self._seed)
-            ids = encode_prompt(self._tokenizer, problem)
+            ids = encode_prompt(self._tokenizer, problem, self._template_kwargs)
             if len(ids) > self._max_prompt_length and self._long_prompts == "error":
                 raise UserError(
                     f"problem {problem.id!r} has a prompt of {len(ids)} tokens, over sampling.max_prompt_length ="
@@ -103,11 +110,16 @@ def _encode_text(tokenizer: PreTrainedTokenizerBase, problem: Problem, text: str
         )
     ids = _ids(tokenizer(text, add_special_tokens=True))
     plain = _ids(tokenizer(text, add_special_tokens=False))
+    bos = tokenizer.bos_token_id
+    if bos is not None and ids[:2] == [bos, bos] and plain[:2] != [bos, bos]:
+        ids = ids[1:]
     closed = len(ids) > len(plain) and ids[-1] == tokenizer.eos_token_id and ids[-1:] != plain[-1:]
     return ids[:-1] if closed else ids
 
 
-def _encode_messages(tokenizer: PreTrainedTokenizerBase, problem: Problem, messages: list[Message]) -> list[int]:
+def _encode_messages(
+    tokenizer: PreTrainedTokenizerBase, problem: Problem, messages: list[Message], template_kwargs: Mapping[str, Any]
+) -> list[int]:
     from jinja2 import TemplateError
 
     if tokenizer.chat_template is None:
@@ -119,10 +131,13 @@ def _encode_messages(tokenizer: PreTrainedTokenizerBase, problem: Problem, messa
     try:
         encoded = tokenizer.apply_chat_template(
             messages,
-            tokenize=True,
-            return_dict=True,
-            add_generation_prompt=not continued,
-            continue_final_message=continued,
+            **{
+                **template_kwargs,
+                "tokenize": True,
+                "return_dict": True,
+                "add_generation_prompt": not continued,
+                "continue_final_message": continued,
+            },
         )
     except TemplateError as error:
         raise UserError(f"problem {problem.id!r} does not fit the tokenizer's chat template: {error}") from None
