@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import importlib
 import json
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -19,8 +20,9 @@ from vcpo.sandbox import bubblewrap
 from vcpo.sandbox.http import HttpExecutor
 from vcpo.sandbox.options import SandboxOptions, check_sandbox, make_executor
 from vcpo.sandbox.pool import SandboxPool, Throttle
-from vcpo.sandbox.process import SandboxProcess
+from vcpo.sandbox.process import Launch, SandboxProcess
 from vcpo.sandbox.protocol import Limits, Result, SandboxFailed, Status, settled
+from vcpo.sandbox.runner import __file__ as RUNNER
 from vcpo.sandbox.seccomp import filter_program
 from vcpo.sandbox.unprotected import Unprotected
 
@@ -102,6 +104,68 @@ def test_what_is_ended_from_outside_is_a_failure_and_no_result(unprotected: Sand
     unprotected.close()
     thread.join()
     assert results[0].status is Status.SANDBOX_FAILURE
+
+
+# one process, which several threads know
+
+
+def bare(*command: str) -> SandboxProcess:
+    """The runner without limits, or a command, as if it were in a namespace."""
+    runner = (sys.executable, "-I", "-S", RUNNER)
+
+    def launch(socket: int) -> Launch:
+        return Launch(command or [*runner, str(socket), "-", "5", str(1 << 30), str(1 << 20), "-", "64", "--"])
+
+    return SandboxProcess(launch, {}, LIMITS)
+
+
+def test_one_thread_does_not_take_from_another_the_word_that_a_sandbox_is_ready() -> None:
+    sandbox = bare()
+    ready: list[bool] = []
+    threads = [threading.Thread(target=lambda: ready.append(sandbox.wait_until_ready()), daemon=True) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(5)  # one that has missed it waits for 30 s
+    assert ready == [True] * 3
+    assert sandbox.run("print(1)", "").stdout == "1\n"
+    sandbox.close()
+
+
+def test_a_sandbox_may_be_stopped_when_its_thread_has_closed_it() -> None:
+    sandbox = bare("/bin/true")
+    sandbox.close()
+    sandbox.stop()
+    sandbox.close()
+
+
+def test_a_sandbox_is_not_closed_while_another_thread_stops_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    sandbox = bare()
+    closing = threading.Thread(target=sandbox.close)
+    seen: list[bool] = []
+
+    def ready(seconds: float) -> bool:
+        if not seen:
+            seen.append(False)
+            closing.start()
+            closing.join(0.2)
+            seen[0] = closing.is_alive()
+        return True
+
+    monkeypatch.setattr(sandbox, "wait_until_ready", ready)
+    sandbox.stop()
+    closing.join()
+    assert seen == [True]
+
+
+def test_a_process_that_has_ended_with_its_socket_open_elsewhere_is_a_failure_and_no_result() -> None:
+    sandbox = bare("/bin/sh", "-c", "sleep 5 & exit 0")
+    while sandbox._process.poll() is None:
+        pass
+    result = sandbox.run("print(1)", "")
+    assert (result.status, result.detail) == (Status.SANDBOX_FAILURE, "it has ended before its use")
+    sandbox._connection.close()
+    sandbox._process.kill()
 
 
 def test_no_more_run_at_a_time_than_allowed(tmp_path: Path) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import selectors
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -48,8 +50,9 @@ class SandboxProcess:
         """launch: makes the command for a socket's file descriptor. Raises OSError when it cannot be started."""
         self._limits = limits
         self._connection, theirs = socket.socketpair()
-        self._is_ready = False
-        self._is_stopped = False
+        self._connection.settimeout(LONGEST_START)
+        self._is_closed = False
+        self._ending = threading.RLock()  # a socket that is closed while another thread reads could be somebody else's
         self._cleanup: Callable[[], None] | None = None
         passed: Sequence[int] = ()
         try:
@@ -77,12 +80,14 @@ class SandboxProcess:
                 os.close(descriptor)
 
     def wait_until_ready(self, seconds: float = LONGEST_START) -> bool:
-        """Whether Python is up in it; waits so long for it."""
-        if not self._is_ready:
-            self._connection.settimeout(seconds)
+        """Whether Python is up in it; waits so long for it. From any thread: what says so stays where it is."""
+        waiting = select.poll()
+        waiting.register(self._connection, select.POLLIN)
+        said = b""
+        if waiting.poll(1000 * seconds):
             with contextlib.suppress(OSError):
-                self._is_ready = self._connection.recv(1) == READY
-        return self._is_ready and self._process.poll() is None
+                said = self._connection.recv(1, socket.MSG_PEEK)
+        return said == READY and self._process.poll() is None
 
     def last_words(self) -> str:
         """What a process that never got ready has written; stops it."""
@@ -97,11 +102,10 @@ class SandboxProcess:
         begin = time.monotonic()
         data = code.encode(errors="surrogatepass")
         try:
-            self._connection.settimeout(LONGEST_START)
             self._connection.sendall(HEADER.pack(len(data)) + data)
-        except OSError:
+            watch = _Watch(self._process, self._limits, stdin.encode(errors="surrogatepass"), begin)
+        except OSError:  # there is nobody to send to, or no process to watch
             return Result(Status.SANDBOX_FAILURE, None, "", "", time.monotonic() - begin, "it has ended before its use")
-        watch = _Watch(self._process, self._limits, stdin.encode(errors="surrogatepass"), begin)
         try:
             ended, detail = watch.until_the_end()
             if ended is not None:
@@ -117,27 +121,31 @@ class SandboxProcess:
         return Result(status, exit_code, stdout, stderr, seconds, detail)
 
     def stop(self) -> None:
-        """End the process and all below it; from any thread, any number of times."""
-        # bubblewrap's inner process outlives an outer one that is killed while it still sets up
-        is_set_up = self._in_namespace and self.wait_until_ready(_SET_UP)
-        if not is_set_up and self._process.poll() is None:
-            kill_below(self._process.pid, seconds=5)
-        self._process.kill()
-        self._process.wait()
+        """End the process and all below it; from any thread, any number of times, also when it is closed."""
+        with self._ending:
+            if self._is_closed:
+                return
+            # bubblewrap's inner process outlives an outer one that is killed while it still sets up
+            is_set_up = self._in_namespace and self.wait_until_ready(_SET_UP)
+            if not is_set_up and self._process.poll() is None:
+                kill_below(self._process.pid, seconds=5)
+            self._process.kill()
+            self._process.wait()
 
     def close(self) -> None:
         """Stop it and give everything back; in the thread that uses it."""
-        if self._is_stopped:
-            return
-        self._is_stopped = True
-        self.stop()
-        self._connection.close()
-        for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
-            with contextlib.suppress(OSError):  # of flushing what nobody reads
-                assert stream is not None
-                stream.close()
-        if self._cleanup is not None:
-            self._cleanup()
+        with self._ending:
+            if self._is_closed:
+                return
+            self.stop()
+            self._is_closed = True
+            self._connection.close()
+            for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
+                with contextlib.suppress(OSError):  # of flushing what nobody reads
+                    assert stream is not None
+                    stream.close()
+            if self._cleanup is not None:
+                self._cleanup()
 
 
 class _Watch:
