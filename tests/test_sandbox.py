@@ -109,18 +109,19 @@ def test_what_is_ended_from_outside_is_a_failure_and_no_result(unprotected: Sand
 # one process, which several threads know
 
 
-def bare(*command: str) -> SandboxProcess:
+def bare(directory: Path, *command: str) -> SandboxProcess:
     """The runner without limits, or a command, as if it were in a namespace."""
     runner = (sys.executable, "-I", "-S", RUNNER)
 
     def launch(socket: int) -> Launch:
-        return Launch(command or [*runner, str(socket), "-", "5", str(1 << 30), str(1 << 20), "-", "64", "--"])
+        limits = ["5", str(1 << 30), str(1 << 20), "-", "64", "--"]
+        return Launch(command or [*runner, str(socket), "-", *limits], directory=str(directory))
 
     return SandboxProcess(launch, {}, LIMITS)
 
 
-def test_one_thread_does_not_take_from_another_the_word_that_a_sandbox_is_ready() -> None:
-    sandbox = bare()
+def test_one_thread_does_not_take_from_another_the_word_that_a_sandbox_is_ready(tmp_path: Path) -> None:
+    sandbox = bare(tmp_path)
     ready: list[bool] = []
     threads = [threading.Thread(target=lambda: ready.append(sandbox.wait_until_ready()), daemon=True) for _ in range(3)]
     for thread in threads:
@@ -132,15 +133,15 @@ def test_one_thread_does_not_take_from_another_the_word_that_a_sandbox_is_ready(
     sandbox.close()
 
 
-def test_a_sandbox_may_be_stopped_when_its_thread_has_closed_it() -> None:
-    sandbox = bare("/bin/true")
+def test_a_sandbox_may_be_stopped_when_its_thread_has_closed_it(tmp_path: Path) -> None:
+    sandbox = bare(tmp_path, "/bin/true")
     sandbox.close()
     sandbox.stop()
     sandbox.close()
 
 
-def test_a_sandbox_is_not_closed_while_another_thread_stops_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    sandbox = bare()
+def test_a_sandbox_is_not_closed_while_another_thread_stops_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sandbox = bare(tmp_path)
     closing = threading.Thread(target=sandbox.close)
     seen: list[bool] = []
 
@@ -158,8 +159,8 @@ def test_a_sandbox_is_not_closed_while_another_thread_stops_it(monkeypatch: pyte
     assert seen == [True]
 
 
-def test_a_process_that_has_ended_with_its_socket_open_elsewhere_is_a_failure_and_no_result() -> None:
-    sandbox = bare("/bin/sh", "-c", "sleep 5 & exit 0")
+def test_a_process_that_has_ended_with_its_socket_open_elsewhere_is_a_failure_and_no_result(tmp_path: Path) -> None:
+    sandbox = bare(tmp_path, "/bin/sh", "-c", "sleep 5 & exit 0")
     while sandbox._process.poll() is None:
         pass
     result = sandbox.run("print(1)", "")
