@@ -31,7 +31,6 @@ disable_progress_bar()
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _PLAN_LAYERS = {"full_attention", "sliding_attention"}
-_SAMPLING_SETTINGS = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 
 
 def load_model(
@@ -63,7 +62,6 @@ def load_model(
     _check_vocabulary(source, tokenizer, config.get_text_config().vocab_size)
     model = _load_weights(source, config, dtype, attn)
     _check_vocabulary(source, tokenizer, _rows(model))
-    _make_savable(source, model)
     return _placed(model, device), tokenizer
 
 
@@ -193,25 +191,6 @@ def _check_vocabulary(source: str, tokenizer: PreTrainedTokenizerBase, rows: int
             f"model {source!r}: the tokenizer's token {token!r} has id {id} but the model's embedding has only {rows}"
             " rows; they do not belong together (or resize the embedding: model.resize_token_embeddings)"
         )
-
-
-def _make_savable(source: str, model: Any) -> None:
-    """Many models come with a generation configuration that transformers reads but refuses to save, which would end a
-    run at its first checkpoint: settings of sampling beside ``do_sample`` false, where they have no effect."""
-    generation = model.generation_config
-    if generation is None:
-        return
-    if not generation.do_sample:
-        for name in _SAMPLING_SETTINGS:
-            setattr(generation, name, None)
-    try:
-        generation.validate(strict=True)
-    except ValueError as error:
-        detail = " ".join(str(error).split())[:300]
-        raise UserError(
-            f"model {source!r}: its generation_config.json contradicts itself, so that no checkpoint could be saved;"
-            f" correct it in a copy of the model: {detail}"
-        ) from None
 
 
 def _explain(source: str, part: str, error: BaseException) -> UserError:
