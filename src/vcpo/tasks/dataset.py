@@ -155,16 +155,20 @@ class DatasetTask(DataTask):
         if not isinstance(question, str):
             if options.chat is False and "chat" in options.model_fields_set:
                 raise table.error(index, str(column), "has chat messages, and task.chat=false needs text")
-            return self._added_to(question)
+            return self._added_to(question, self._instruction(has_own=True))
         if options.chat:
-            return self._added_to([{"role": "user", "content": question}], instruct=True)
-        parts = [part for part in (options.system_prompt, question, options.instruction) if part]
+            return self._added_to([{"role": "user", "content": question}], self._instruction(has_own=False))
+        parts = [part for part in (options.system_prompt, question, self._instruction(has_own=False)) if part]
         return "".join(f"{part}\n" for part in parts) if options.chat is False else "\n".join(parts)
 
-    def _added_to(self, messages: list[Message], instruct: bool = False) -> list[Message]:
+    def _instruction(self, has_own: bool) -> str | None:
+        """What follows the question. has_own: the row is chat messages, which say themselves what to do."""
+        options = self.options
+        return options.instruction if not has_own or "instruction" in options.model_fields_set else None
+
+    def _added_to(self, messages: list[Message], instruction: str | None) -> list[Message]:
         """Messages with the system prompt, and with the instruction at the end of the user's last one."""
         options = self.options
-        instruction = options.instruction if instruct or "instruction" in options.model_fields_set else None
         last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=None)
         if instruction and last is not None:
             changed = {**messages[last], "content": f"{messages[last]['content']}\n{instruction}"}

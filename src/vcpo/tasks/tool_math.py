@@ -32,11 +32,11 @@ CLOSED_BLOCK = "\n```\n"
 class ToolMathOptions(MathOptions):
     """Options of the task ``tool_math``: those of ``math``, and the tool's."""
 
-    instruction: str | None = Field(
-        "Let's think step by step. You may write Python code in a block that starts with ```python and ends with ```;"
-        " it is run as a program of its own, and you are given what it prints. Output the final answer within"
-        " \\boxed{}.",
-        description="what follows the question; for prompts that are chat messages only if given",
+    tool_instruction: str | None = Field(
+        "You may write Python code in a block that starts with ```python and ends with ```; it is run as a program of"
+        " its own, and you are given what it prints.",
+        description="what tells the model of the tool, before the instruction; for chat messages, too, because rows"
+        " made without a tool do not tell of it; null where they do",
     )
     max_turns: PositiveInt = Field(16, description="turns of the model; one fewer than this can be answered by a run")
     max_tool_seconds: float = Field(
@@ -61,6 +61,10 @@ class ToolMathTask(MathTask):
         self.turn_rules = TurnRules(
             (CLOSED_BLOCK,), self.options.max_turns, self.tool.step_timeout, self.options.sandbox.max_concurrent
         )
+
+    def _instruction(self, has_own: bool) -> str | None:
+        parts = [self.options.tool_instruction, super()._instruction(has_own)]
+        return " ".join(part for part in parts if part) or None
 
     def environment(self, problem: Problem, seed: int) -> CodeBlocks:
         """Runs what the model writes in blocks of Python."""
