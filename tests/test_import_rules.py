@@ -32,7 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "gradnorm": {"errors", "cache"},
     "models": {"errors", "records", "config"},
-    "sampler": {"errors", "records", "models", "tasks.environment"},
+    "sampler": {"errors", "records", "models", "tasks.environment", "tasks.chat_turns"},
     "learner": {"errors", "records", "config", "methods", "gradnorm", "models"},
     "observe": {"errors", "records", "plugins"},
     "report": {"errors", "observe"},

@@ -32,11 +32,13 @@ class Problem:
 
     prompt: text, or chat messages (``{"role": ..., "content": ...}``) for models with a chat template.
     columns: what graders and reward functions may look at (the answer and any other field of the data row).
+    opening: what an environment has added to the end of the prompt's last message.
     """
 
     id: str
     prompt: str | list[Message]
     columns: dict[str, Any] = field(default_factory=dict)
+    opening: str = ""
 
 
 @dataclass(frozen=True)

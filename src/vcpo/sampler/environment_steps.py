@@ -13,8 +13,10 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
-from vcpo.tasks.environment import Environment, Observation, Turn
+from vcpo.records import StopReason
+from vcpo.tasks.environment import Environment, LimitedEnvironment, Observation, Turn
 
 
 class Episode:
@@ -27,7 +29,14 @@ class Episode:
         self._lock = threading.Lock()
 
     def answer(self, turn: Turn) -> Observation:
-        """The environment's answer; for one thread at a time."""
+        """The environment's answer; for one thread at a time, as ``limit_reached`` is."""
+        return self._made().step(turn)
+
+    def limit_reached(self, reason: StopReason) -> Observation:
+        """What the environment has to add when a limit has ended the response."""
+        return cast(LimitedEnvironment, self._made()).limit_reached(reason)
+
+    def _made(self) -> Environment:
         if self._environment is None:
             environment = self._make()
             with self._lock:
@@ -35,7 +44,7 @@ class Episode:
             if closed:  # while it was being made
                 environment.close()
                 raise RuntimeError("the response has ended")
-        return self._environment.step(turn)
+        return self._environment
 
     def close(self) -> None:
         """Close the environment in a thread of its own, or as soon as it is made; from any thread, at any time."""

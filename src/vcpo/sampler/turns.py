@@ -22,7 +22,8 @@ from vcpo.models.encoding import unknown_characters
 from vcpo.records import GenerationRequest, ResponsePrefix, StopReason, Trajectory, TurnRecord
 from vcpo.sampler.environment_steps import Answer, EnvironmentSteps, Episode
 from vcpo.sampler.protocol import Engine
-from vcpo.tasks.environment import EnvironmentTask, Observation, Turn, turn_rules
+from vcpo.tasks.chat_turns import ChatTurns
+from vcpo.tasks.environment import EnvironmentTask, Observation, Turn, tool_schemas, turn_rules
 
 LONGEST_WAIT = 0.02  # seconds for which a step waits when all responses do; new requests and weights come between steps
 MAX_CHARACTERS = 200_000  # of an observation: tokenizing it holds up decoding
@@ -30,7 +31,11 @@ MAX_CHARACTERS = 200_000  # of an observation: tokenizing it holds up decoding
 
 @dataclass
 class _Response:
-    """A response that has been submitted. trajectory: what it is so far; ``None`` before its first turn has ended."""
+    """A response that has been submitted.
+
+    trajectory: what it is so far; ``None`` before its first turn has ended.
+    limit: what has ended it, while its environment is asked for a last word.
+    """
 
     number: int
     request: GenerationRequest
@@ -38,6 +43,7 @@ class _Response:
     trajectory: Trajectory | None = None
     turn_start: int = 0
     turns: list[TurnRecord] = field(default_factory=list)
+    limit: StopReason | None = None
 
 
 class TurnEngine:
@@ -66,6 +72,7 @@ class TurnEngine:
         self._task = task
         self._rules = turn_rules(task)
         self._tokenizer = tokenizer
+        self._chat = ChatTurns(tokenizer, tool_schemas(task))
         self._max_tokens = max_tokens
         self._in_rounds = in_rounds
         self._steps = EnvironmentSteps(self._rules.max_concurrent, self._rules.step_timeout, clock)
@@ -119,7 +126,7 @@ class TurnEngine:
             result = self._answered(self._responses[answer.key], answer)
             if isinstance(result, Trajectory):
                 finished.append(result)
-            else:
+            elif result is not None:
                 continued.append(result)
         self._inner.submit(continued)
         if self._inner.num_active:
@@ -155,38 +162,44 @@ class TurnEngine:
         response.trajectory = trajectory
         if trajectory.stop_reason is StopReason.LENGTH:  # in the middle of a turn
             response.turns.append(TurnRecord(response.turn_start, len(trajectory.response_ids_T)))
-            return self._finish(response, StopReason.LENGTH)
+            return self._limited(response, StopReason.LENGTH)
         ids = trajectory.response_ids_T[response.turn_start :].copy()
         text = str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False))
         turn = Turn(len(response.turns), text, ids, trajectory.stop_reason)
-        self._steps.start(key, lambda: response.episode.answer(turn))
+        tool_calls = self._chat.tool_calls  # reading what may be long and hostile is not for the thread that decodes
+        self._steps.start(key, lambda: response.episode.answer(replace(turn, tool_calls=tool_calls(text))))
         return None
 
-    def _answered(self, response: _Response, answer: Answer) -> Trajectory | GenerationRequest:
-        """The finished trajectory, or the request that continues it."""
+    def _answered(self, response: _Response, answer: Answer) -> Trajectory | GenerationRequest | None:
+        """The finished trajectory, or the request that continues it; ``None`` when its environment is asked again."""
         trajectory = response.trajectory
         assert trajectory is not None
         length = len(trajectory.response_ids_T)
-        record = TurnRecord(response.turn_start, length, answer.seconds)
-        response.turns.append(record)
+        if response.limit is None:
+            response.turns.append(TurnRecord(response.turn_start, length))
+        record = replace(response.turns[-1], seconds=response.turns[-1].seconds + answer.seconds)
+        response.turns[-1] = record
         observation = answer.returned
         failure = answer.failure or _fault(observation)
         if failure is not None:
             return self._finish(response, StopReason.ENVIRONMENT_ERROR, failure)
         assert isinstance(observation, Observation)
-        reward = None if observation.reward is None else float(observation.reward)
-        measurements = {name: float(value) for name, value in observation.measurements.items()}
-        response.turns[-1] = replace(record, reward=reward, measurements=measurements)
+        response.turns[-1] = _with(record, observation)
+        if response.limit is not None:
+            return self._finish(response, response.limit)
         if observation.done:
             return self._finish(response, StopReason.ENVIRONMENT)
         if len(response.turns) >= self._rules.max_turns:
-            return self._finish(response, StopReason.TURN_LIMIT)
+            return self._limited(response, StopReason.TURN_LIMIT)
         try:
-            given_ids = self._encode(observation.text)
-        except Exception as error:  # ours, or of the tokenizer, which cannot take every string
+            text = observation.text
+            if observation.messages:
+                text = self._chat.following(observation.messages, trajectory.stop_reason is StopReason.EOS)
+            given_ids = self._encode(text)
+        except Exception as error:  # ours, or of the template or tokenizer, which cannot take everything
             return self._finish(response, StopReason.ENVIRONMENT_ERROR, f"the observation is not usable: {error}")
         if length + len(given_ids) >= self._max_tokens:
-            return self._finish(response, StopReason.LENGTH)
+            return self._limited(response, StopReason.LENGTH)
         response.turn_start = length + len(given_ids)
         return replace(response.request, prefix=self._prefix(trajectory, given_ids))
 
@@ -208,11 +221,29 @@ class TurnEngine:
             start_version=trajectory.start_version,
         )
 
+    def _limited(self, response: _Response, reason: StopReason) -> Trajectory | None:
+        """The trajectory that a limit has ended, unless its environment is to be asked first."""
+        if not self._rules.ask_at_limits:
+            return self._finish(response, reason)
+        response.limit = reason
+        key = (response.request.group_id, response.request.index)
+        self._steps.start(key, lambda: response.episode.limit_reached(reason))
+        return None
+
     def _finish(self, response: _Response, reason: StopReason, failure: str | None = None) -> Trajectory:
         assert response.trajectory is not None
         del self._responses[response.request.group_id, response.request.index]
         response.episode.close()
         return replace(response.trajectory, stop_reason=reason, turns=tuple(response.turns), failure=failure)
+
+
+def _with(record: TurnRecord, observation: Observation) -> TurnRecord:
+    """The turn with what the environment adds to it."""
+    reward = record.reward
+    if observation.reward is not None:
+        reward = (reward or 0.0) + float(observation.reward)
+    measurements = {name: float(value) for name, value in observation.measurements.items()}
+    return replace(record, reward=reward, measurements={**record.measurements, **measurements})
 
 
 def _fault(observation: object) -> str | None:
@@ -221,6 +252,8 @@ def _fault(observation: object) -> str | None:
         return f"the environment returned a value of type {type(observation).__name__}, not an Observation"
     if not isinstance(observation.text, str):
         return f"the environment's observation has a text of type {type(observation.text).__name__}, not str"
+    if observation.messages and observation.text:
+        return "the environment's observation has both a text and messages"
     numbers = observation.measurements
     if not isinstance(numbers, Mapping):
         return f"the environment's observation has measurements of type {type(numbers).__name__}, not a mapping"

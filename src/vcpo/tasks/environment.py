@@ -7,16 +7,17 @@ reached. What the environment gives is never trained on. A response of a task wi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vcpo.errors import UserError
-from vcpo.records import Problem, StopReason
+from vcpo.records import Message, Problem, StopReason
 from vcpo.tasks.protocol import Task
+from vcpo.tasks.tool_calls import ToolCall
 
 
 @dataclass(frozen=True)
@@ -28,12 +29,15 @@ class TurnRules:
     max_turns: turns of the model in one response. The environment still sees the last one, for its reward.
     step_timeout: seconds that one step of an environment may take; making the environment counts for the first.
     max_concurrent: steps of environments that may run at the same time in one sampler; others wait for their turn.
+    ask_at_limits: an environment whose response is ended by the turn or the length limit has a last word
+        (``LimitedEnvironment``).
     """
 
     stop_strings: tuple[str, ...] = ()
     max_turns: int = 16
     step_timeout: float = 60.0
     max_concurrent: int = 128
+    ask_at_limits: bool = False
 
     def __post_init__(self) -> None:
         """Raises UserError for limits that nothing could be done within."""
@@ -52,12 +56,14 @@ class Turn:
     text: decoded, without special tokens; a stop string that ended the turn is part of it.
     token_ids: as they were sampled, with the end token if there is one.
     stop_reason: EOS or STOP_STRING.
+    tool_calls: what the model calls, in the format of its chat template; only of a task with ``tool_schemas``.
     """
 
     number: int
     text: str
     token_ids: NDArray[np.int64]
     stop_reason: StopReason
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -70,12 +76,15 @@ class Observation:
     done: the response is over.
     reward: for this turn; the sum over turns is added to the reward that the response is graded with.
     measurements: numbers for the metrics, by name.
+    messages: instead of a text, chat messages: appended as the model's chat template writes them after an answer of the
+        model, up to where the model speaks again. Names of special tokens in them are broken up.
     """
 
     text: str = ""
     done: bool = False
     reward: float | None = None
     measurements: Mapping[str, float] = field(default_factory=dict)
+    messages: Sequence[Message] = ()
 
 
 class Environment(Protocol):
@@ -97,9 +106,24 @@ class Environment(Protocol):
         ...
 
 
+class LimitedEnvironment(Environment, Protocol):
+    """An environment that is asked when a limit has ended its response; made by tasks whose rules say so."""
+
+    def limit_reached(self, reason: StopReason) -> Observation:
+        """What it has to add. Only reward and measurements count, and belong to the last turn, which it may not know.
+
+        reason: LENGTH or TURN_LIMIT.
+        """
+        ...
+
+
 @runtime_checkable
 class EnvironmentTask(Task, Protocol):
-    """A task with environments. An attribute ``turn_rules`` (``TurnRules``) replaces the default rules."""
+    """A task with environments. An attribute ``turn_rules`` (``TurnRules``) replaces the default rules.
+
+    An attribute ``tool_schemas`` (JSON schemas of functions) is shown to the model by its chat template; the model's
+    calls are then in ``Turn.tool_calls``.
+    """
 
     def environment(self, problem: Problem, seed: int) -> Environment:
         """A new environment for one response; called in a thread when the first turn has ended.
@@ -115,3 +139,8 @@ def turn_rules(task: EnvironmentTask) -> TurnRules:
     if not isinstance(rules, TurnRules):
         raise UserError(f"turn_rules of {type(task).__name__} is of type {type(rules).__name__}, not TurnRules")
     return rules
+
+
+def tool_schemas(task: object) -> list[dict[str, Any]] | None:
+    """The tools that the task's prompts show, if any."""
+    return getattr(task, "tool_schemas", None) or None
