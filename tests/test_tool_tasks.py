@@ -7,24 +7,30 @@ import itertools
 import json
 import random
 import sqlite3
+import string
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from transformers import PreTrainedTokenizerBase
 
 from run_cases import tiny_config
 from vcpo.config import RunConfig
 from vcpo.errors import UserError
+from vcpo.models.small import character_tokenizer
 from vcpo.observe.ledger import FILE_NAME
 from vcpo.observe.metrics import read_metrics
 from vcpo.pipeline.run import train
-from vcpo.records import Problem, StopReason
+from vcpo.records import GenerationRequest, Problem, StopReason, Trajectory
+from vcpo.sampler.protocol import generate
+from vcpo.sampler.turns import TurnEngine
 from vcpo.sandbox.protocol import Result, Status
 from vcpo.tasks.environment import EnvironmentTask, Observation, Turn
+from vcpo.tasks.prompts import PromptSource
 from vcpo.tasks.python_tool import PythonTool, outside_blocks, python_block, told
 from vcpo.tasks.tool_arithmetic import ToolArithmeticTask
 from vcpo.tasks.tool_math import CodeBlocks, ToolMathTask
@@ -156,6 +162,133 @@ def test_tool_math_grades_the_answer_and_not_the_output(tmp_path: Path) -> None:
     assert "```python" in problem.prompt[0]["content"]  # type: ignore[index]
     text = "```python\nprint(7)\n```\n```output\n7\n```\nso \\boxed{1}"
     assert [grade.reward for grade in task.grade([problem, problem], [text, text.replace("{1}", "{7}")])] == [1, 0]
+
+
+# rows as DAPO and AIME have them; the text is ours
+
+DAPO = {
+    "data_source": "math_dapo",
+    "prompt": [
+        {
+            "role": "user",
+            "content": "Solve the problem step by step. The last line should be of the form Answer: $Answer.\n\n"
+            'What is the sum of the whole numbers from 1 to 100?\n\nPut your answer on a line after "Answer:".',
+        }
+    ],
+    "ability": "MATH",
+    "reward_model": {"ground_truth": "5050", "style": "rule-lighteval/MATH_v2"},
+    "extra_info": {"index": "a-1"},
+}
+AIME = {
+    "id": 7,
+    "problem": "Find the number of divisors of $10^{4}$.",
+    "solution": "$(4+1)(4+1)$, so $\\boxed{025}$",
+    "answer": "025",
+    "url": "none",
+}
+TOLD = "You may write Python code in a block"
+
+
+def of_rows(directory: Path, *rows: dict[str, Any], **options: Any) -> ToolMathTask:
+    pytest.importorskip("math_verify")
+    path = directory / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return ToolMathTask(path=str(path), eval_path=str(path), sandbox=SANDBOX, **options)
+
+
+def asked(task: ToolMathTask) -> str:
+    (message,) = task.eval_problems(1)[0].prompt
+    assert isinstance(message, dict)
+    assert message["role"] == "user"
+    return message["content"]
+
+
+def test_every_prompt_tells_of_the_tool_and_only_bare_questions_of_the_box(tmp_path: Path) -> None:
+    messages, question = asked(of_rows(tmp_path, DAPO)), asked(of_rows(tmp_path, AIME))
+    own = DAPO["prompt"][0]["content"]  # type: ignore[index]
+    assert messages.startswith(f"{own}\n{TOLD}")
+    assert "boxed" not in messages
+    assert question.startswith(f"{AIME['problem']}\n{TOLD}")
+    assert question.endswith("output the final answer within \\boxed{}.")
+    assert asked(of_rows(tmp_path, DAPO, tool_instruction=None)) == own
+    assert asked(of_rows(tmp_path, DAPO, tool_instruction="T.", instruction="I.")) == f"{own}\nT. I."
+    plain = of_rows(tmp_path, AIME, chat=False, tool_instruction="T.", instruction=None).eval_problems(1)[0]
+    assert plain.prompt == f"{AIME['problem']}\nT.\n"
+
+
+class Writer:
+    """An engine whose model writes given texts, one a turn."""
+
+    version, weights, spent = 0, {}, {}
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> None:
+        self._tokenizer, self._texts = tokenizer, texts
+        self._requests: list[GenerationRequest] = []
+
+    @property
+    def num_active(self) -> int:
+        return len(self._requests)
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        self._requests += requests
+
+    def step(self) -> list[Trajectory]:
+        done, self._requests = self._requests, []
+        return [self._write(request) for request in done]
+
+    def load_weights(self, *_: Any, **__: Any) -> None:
+        raise AssertionError
+
+    def _write(self, request: GenerationRequest) -> Trajectory:
+        new = np.asarray(self._tokenizer(self._texts.pop(0))["input_ids"])
+        before, count = request.prefix, len(new)
+        given: list[Any] = [[], [], [], []]
+        if before is not None:
+            given = [before.ids_T, before.mask_T, before.logprobs_T, before.versions_T]
+        written: list[Any] = [new, np.ones(count, bool), np.zeros(count, np.float32), np.zeros(count, np.int64)]
+        ids, mask, logprobs, versions = (
+            np.concatenate([g, w]).astype(w.dtype) for g, w in zip(given, written, strict=True)
+        )
+        return Trajectory(
+            group_id=request.group_id,
+            index=request.index,
+            prompt_ids=request.prompt_ids,
+            response_ids_T=ids,
+            mask_T=mask,
+            logprobs_T=logprobs,
+            versions_T=versions,
+            start_version=0,
+            stop_reason=StopReason.STOP_STRING if self._texts else StopReason.EOS,
+        )
+
+
+@pytest.mark.parametrize(
+    ("row", "code", "end", "output", "reward"),
+    [
+        (DAPO, "print(sum(range(101)))", "Answer: 5050", "5050", 1.0),
+        (DAPO, "print(sum(range(101)))", "\\boxed{5050}", "5050", 1.0),
+        (DAPO, "print(sum(range(100)))", "Answer: 4950", "4950", 0.0),
+        (AIME, "print(sum(10**4 % n == 0 for n in range(1, 10**4 + 1)))", "It is \\boxed{25}.", "25", 1.0),
+        (AIME, "print(5 * 4)", "It is \\boxed{20}.", "20", 0.0),
+    ],
+)
+def test_a_row_is_asked_answered_by_the_tool_and_graded(
+    tmp_path: Path, row: dict[str, Any], code: str, end: str, output: str, reward: float
+) -> None:
+    task = of_rows(tmp_path, row)
+    tokenizer = character_tokenizer(string.printable, 2000)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
+    problem, prompt_ids, _ = PromptSource(task, tokenizer, 0, 1000, "error").next()
+    assert str(tokenizer.decode(prompt_ids)).startswith("user: ")
+    turns = [f"Let me see.\n```python\n{code}\n```\n", f"So: {end}"]
+    engine = TurnEngine(Writer(tokenizer, list(turns)), task, tokenizer, max_tokens=1000)
+    (response,) = generate(engine, [GenerationRequest(0, 0, prompt_ids, seed=0, problem=problem)])
+    task.tool.close()
+    text = str(tokenizer.decode(response.response_ids_T, clean_up_tokenization_spaces=False))
+    assert text == f"{turns[0]}```output\n{output}\n```\n{turns[1]}"
+    trained = str(tokenizer.decode(response.response_ids_T[response.mask_T], clean_up_tokenization_spaces=False))
+    assert trained == "".join(turns)
+    assert task.grade([problem], [text])[0].reward == reward
 
 
 # brackets
