@@ -105,6 +105,24 @@ def test_methods_that_look_at_the_minibatch_first_are_said_to(tmp_path: Path) ->
     assert "as many without gradient come first" in words["passes per step"]
 
 
+def test_turns_and_where_code_is_run_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    aime = Path("recipes/aime/vcpo-k2.yaml")
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    run = dict(plan_run(load_config(aime)).run)
+    assert run["task"].startswith("tool_math; path dapo.jsonl (NOT there)")
+    assert "sandbox" not in run["task"]
+    assert run["turns"].startswith("up to 16 in a response")
+    assert run["code of the model"] == (
+        "run by bubblewrap (NOT there): in each sampler 16 programs at a time, each with at most 10 s and 512 MiB;"
+        " 8 sandboxes kept ready with sympy loaded"
+    )
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    assert "bubblewrap (there)" in dict(plan_run(load_config(aime)).run)["code of the model"]
+    served = load_config(aime, ["task.sandbox={executor: http, url: 'http://box:8080'}"])
+    assert "run by the server at http://box:8080 (not asked)" in dict(plan_run(served).run)["code of the model"]
+    assert not {"turns", "code of the model"} & dict(plan_run(load_config(Path("recipes/quickstart.yaml"))).run).keys()
+
+
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
 def test_every_recipe_plans_with_all_its_variants_without_network(
     recipe: Path, monkeypatch: pytest.MonkeyPatch
@@ -136,6 +154,7 @@ def test_recipes_of_the_paper_have_its_hyper_parameters(recipe: Path) -> None:
     assert (training.adam_beta1, training.adam_beta2, training.adam_epsilon) == (0.9, 0.999, 1e-8)
     assert (training.warmup_steps, training.lr_scheduler_type, sampling.temperature) == (0, "constant", 1.0)
     assert (config.eval.temperature, config.eval.top_p, config.eval.num_generations) == (0.8, 0.7, 3)
+    assert config.task.params.get("max_turns") == (16 if recipe.parent.name == "aime" else None)
     assert config.method.spec.ess_on_policy == (0.55 if recipe.parent.name == "aime" else 1.0)
     assert {"sync", "tis", "tis+ess", "tis+opob", "vcpo"} <= set(config.compare.variants)
 

@@ -19,6 +19,7 @@ from vcpo.pipeline.memory import (
 )
 from vcpo.pipeline.pacer import Pacer
 from vcpo.pipeline.variants import changed
+from vcpo.plugins import load_object
 from vcpo.report.plan import Plan
 from vcpo.tasks.registry import BUILT_IN
 
@@ -69,6 +70,7 @@ def _words(config: RunConfig, sizes: ModelSizes | None, variants: dict[str, RunC
     model, sampling, training = config.model, config.sampling, config.training
     yield "task", "; ".join([config.task.name, *_sources(config.task.params)])
     yield from (("task code", _present(spec)) for spec in [config.task.name] if spec not in BUILT_IN and ":" in spec)
+    yield from _environment(config)
     yield from (("reward", _present(spec)) for spec in config.reward.own_functions)
     name = model.path or "made from sizes"
     known = f"{count(sizes.parameters)} parameters ({sizes.source})" if sizes else "of unknown size"
@@ -120,8 +122,20 @@ def _sources(params: dict[str, Any]) -> Iterator[str]:
             yield f"{key} {value} ({'there' if Path(value).is_file() else 'NOT there'})"
         elif key == "dataset_name" and value is not None:
             yield f"data set {value} of the hub (not looked for)"
-        elif value is not None:
+        elif value is not None and key != "sandbox":
             yield f"{key} {value}"
+
+
+def _environment(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Turns and tool of a built-in task that has them."""
+    if config.task.name not in BUILT_IN:
+        return
+    options = load_object(BUILT_IN[config.task.name]).Options.model_validate(config.task.params)
+    turns, sandbox = getattr(options, "max_turns", None), getattr(options, "sandbox", None)
+    if turns is not None:
+        yield "turns", f"up to {turns} in a response; what comes in between counts for its length"
+    if sandbox is not None:
+        yield "code of the model", f"run by {sandbox.in_words()}"
 
 
 def _present(spec: str) -> str:

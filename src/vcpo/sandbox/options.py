@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import sysconfig
 from typing import Literal
@@ -71,6 +72,20 @@ class SandboxOptions(BaseModel):
     def packages(self) -> tuple[str, ...]:
         """Directories whose packages the code may import."""
         return tuple(dict.fromkeys(map(sysconfig.get_path, ("purelib", "platlib")))) if self.site_packages else ()
+
+    def in_words(self) -> str:
+        """Which executor, whether its program is there, and the limits; nothing is tried."""
+        where = f"the server at {self.url} (not asked)" if self.url else self.executor
+        if self.executor == "bubblewrap":
+            where += " (there)" if shutil.which("bwrap") else " (NOT there)"
+        words = (
+            f"{where}: in each sampler {self.max_concurrent} programs at a time, each with at most"
+            f" {self.wall_seconds:g} s and {self.memory_mb:,} MiB"
+        )
+        if self.url:  # what it keeps ready is its own business
+            return words
+        loaded = f" with {', '.join(self.preload)} loaded" if self.preload else ""
+        return f"{words}; {self.warm} sandboxes kept ready{loaded}"
 
 
 _worked: set[str] = set()  # options that have been tried
