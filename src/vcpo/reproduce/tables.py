@@ -43,7 +43,7 @@ TABLES: tuple[Figure, ...] = (
         "Base 5.3%; synchronous 26.7% in 420.2 GPU hours; VCPO at k=2 27.8% in 168.9 (authors' repository).",
         (
             Claim("accuracy", "Qwen2.5-7B reaches 27.8% with VCPO at k=2 and 26.7% synchronously",
-                  out_of_reach("needs GPUs and a code sandbox", AIME)),
+                  out_of_reach("needs GPUs", AIME)),
             Claim("hours", "VCPO takes 168.9 GPU hours, synchronous training 420.2", out_of_reach(_HOURS, AIME)),
         ),
     ),
