@@ -80,15 +80,19 @@ class PartlyUnused(nn.Module):
 
 
 class Heads(nn.Module):
-    """A norm over each head's part, as in Qwen3's attention."""
+    """A norm over each head's part, as in Qwen3's attention; ``first``: of (batch, heads, tokens), as in Gemma 3's."""
 
-    def __init__(self) -> None:
+    def __init__(self, heads: int = 3, first: bool = False) -> None:
         super().__init__()
-        self.inner = nn.Linear(WIDTH, 12)
+        self.heads, self.first = heads, first
+        self.inner = nn.Linear(WIDTH, 4 * heads)
         self.norm = nn.RMSNorm(4, eps=1e-5)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.inner(x).unflatten(-1, (3, 4))).flatten(-2)  # type: ignore[no-any-return]
+        parts = self.inner(x).unflatten(-1, (self.heads, 4))
+        if self.first and x.dim() == 3:
+            return self.norm(parts.transpose(1, 2)).transpose(1, 2).flatten(-2)  # type: ignore[no-any-return]
+        return self.norm(parts).flatten(-2)  # type: ignore[no-any-return]
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -102,6 +106,13 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "tied backwards": TiedBackwards,
     "partly unused": PartlyUnused,
     "heads": lambda: lookup(Heads()),
+    "one head": lambda: lookup(Heads(1)),
+    "as many heads as tokens": lambda: lookup(Heads(TOKENS)),
+    "as many heads as packed rows": lambda: lookup(Heads(BATCH * TOKENS)),
+    "heads first": lambda: lookup(Heads(first=True)),
+    "one head first": lambda: lookup(Heads(1, first=True)),
+    "as many heads first": lambda: lookup(Heads(TOKENS, first=True)),
+    "as many heads first as packed rows": lambda: lookup(Heads(BATCH * TOKENS, first=True)),
     "nested": lambda: lookup(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.GELU(), nn.Linear(WIDTH, 2)))),
 }
 

@@ -229,6 +229,8 @@ class Recording:
 
     def record(self, layer: _Layer, module: nn.Module, x: Tensor, g: Tensor) -> None:
         """The gradient of a layer's output has arrived."""
+        if self._has_heads_first(x):
+            x, g = x.transpose(1, 2), g.transpose(1, 2)
         rows = self._rows_of(layer, g)
         x_R = x.flatten() if isinstance(module, nn.Embedding) else x.flatten(0, -2)
         self._take_all(layer, module, x_R, g.flatten(0, -2), rows)
@@ -238,14 +240,34 @@ class Recording:
         count = prod(output.shape[:-1])
         for leading in (2, 1):
             shape = output.shape[: min(leading, output.dim() - 1)]
-            layout = self._layouts.get(prod(shape))
-            # not (tokens, batch), which has as many rows
-            if layout is not None and (len(shape) < 2 or shape[0] == 1 or layout.is_batch(*shape)):
+            layout = self._layout(*shape)
+            if layout is not None:
                 return layout if layout.count == count else layout.repeated(count // layout.count)
         raise UserError(
             f"layer {layer.name!r} was called on {count} rows, which are not the rows of the packed trajectories;"
             " per-trajectory gradient norms need layers that see every token"
         )
+
+    def _layout(self, *shape: int) -> Rows | None:
+        """The rows of which (tokens), or (batch, tokens), is the shape."""
+        layout = self._layouts.get(prod(shape))
+        # not (tokens, batch), which has as many rows
+        if layout is None or len(shape) < 2 or shape[0] == 1 or layout.is_batch(*shape):
+            return layout
+        return None
+
+    def _has_heads_first(self, x: Tensor) -> bool:
+        """Whether these are (batch, heads, tokens, width), which Gemma 3 normalises, not (batch, tokens, heads, width).
+
+        Both fit where there are as many heads as rows of a layout. Layers between a projection and the output layer
+        see every token, and a projection writes a token's heads side by side.
+        """
+        if x.dim() != 4:
+            return False
+        batch, second, third = x.shape[:3]
+        if self._layout(batch, third) is None or self._layout(batch, second) is None:
+            return self._layout(batch, third) is not None
+        return second < third or (second == third and x.stride(1) < x.stride(2))
 
     def _take_all(self, layer: _Layer, module: nn.Module, x_R: Tensor, g_RD: Tensor, rows: Rows) -> None:
         if rows.count == 0:
