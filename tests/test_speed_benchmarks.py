@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ from typer.testing import CliRunner
 
 from vcpo.config import load_config
 from vcpo.observe.trace import Trace
+from vcpo.records import StopReason
+from vcpo.tasks.environment import Turn
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 TINY = (
@@ -73,7 +77,58 @@ def test_times_count_from_the_first_token_and_leave_out_what_is_idle() -> None:
         ("decoding", 18, 24),  # two seconds of it after the last step
     )
     found = times(Trace({"learner": learner, "sampler-0": sampler}))
-    assert found == {"steps": 2, "seconds": 12.0, "t_sample": 10.0, "t_train": 7.0, "at": {1: 8.0, 2: 12.0}}
+    at = {1: 8.0, 2: 12.0}
+    assert found == {"steps": 2, "begin": 10.0, "seconds": 12.0, "t_sample": 10.0, "t_train": 7.0, "at": at}
+
+
+def test_perfect_overlap_needs_the_processors_that_sandboxes_take_too() -> None:
+    from harness.overlap import needed
+
+    run = {"t_sample": 3.0, "t_train": 4.0}
+    assert needed(run) == 4.0
+    assert needed({**run, "processor_seconds": 6.0, "cores": 2}) == 4.0
+    assert needed({**run, "processor_seconds": 13.0, "cores": 2}) == 6.5
+
+
+def test_processor_time_counts_what_has_ended_and_is_read_between_any_two_moments() -> None:
+    from harness.processors import ProcessorTime, seconds_of_tree
+
+    # a shell whose child works and ends; the shell takes note of it, writes, and waits
+    work = f"{sys.executable} -S -c 'import time\nwhile time.process_time() < 0.3: pass'; echo done; read line"
+    pipe = subprocess.PIPE
+    with subprocess.Popen(["/bin/sh", "-c", work], stdin=pipe, stdout=pipe, text=True) as shell:
+        assert shell.stdin is not None
+        assert shell.stdout is not None
+        shell.stdout.readline()
+        assert seconds_of_tree(shell.pid) == pytest.approx(0.3, abs=0.1)
+        shell.stdin.close()
+    readings = iter([(10.0, 1.0), (12.0, 2.0), (14.0, 1.5), (16.0, 4.0)])
+    now = [next(readings)]
+    times = ProcessorTime(0, read=lambda pid: now[0][1], clock=lambda: now[0][0])
+    times.close()
+    del times._times[1:], times._seconds[1:]  # what the thread may have added
+    for now[0] in readings:
+        times.sample()
+    assert times.between(11.0, 15.0) == pytest.approx(3.0 - 1.5)
+    assert times.between(0.0, 99.0) == pytest.approx(3.0)
+
+
+def test_programs_of_the_slow_tool_wait_as_long_as_problem_and_seed_say() -> None:
+    from harness.slow_tool import SlowToolTask
+
+    sandbox = {"executor": "subprocess", "allow_unsafe": True, "warm": 1, "max_concurrent": 2}
+    task = SlowToolTask(digits=2, min_wait=0.2, max_wait=0.4, sandbox=sandbox)
+    problem = task.train_problem(0, 0)
+    programs = [task.environment(problem, seed).program("12*34") for seed in (5, 5, 6)]
+    assert programs[0] == programs[1] != programs[2]
+    begin, wait, end = programs[0].split("\n")
+    assert (begin, end) == ("import time", "print(12*34)")
+    assert 0.2 <= float(wait.removeprefix("time.sleep(").removesuffix(")")) <= 0.4
+    turn = Turn(0, "<12*34>", np.zeros(0, dtype=np.int64), StopReason.STOP_STRING)
+    answer = task.environment(problem, 5).step(turn)
+    task.tool.close()
+    assert answer.text == "408="
+    assert answer.measurements["tool_seconds"] >= 0.2
 
 
 def test_the_time_to_an_accuracy_lies_between_the_evaluated_steps() -> None:
@@ -93,6 +148,10 @@ def result_of(mode: str, seed: int, seconds: float, t: tuple[float, float], accu
     at = {"1": seconds / 2, "2": seconds}
     facts = {"mode": mode, "seed": seed, "steps": 2, "seconds": seconds, "t_sample": t[0], "t_train": t[1]}
     return {**facts, "at": at, "accuracies": accuracies}
+
+
+def with_processors(run: Any, seconds: float) -> Any:
+    return {**run, "processor_seconds": seconds, "cores": 2}
 
 
 def test_a_case_is_summarized_by_pairs_of_runs_with_one_seed() -> None:
@@ -123,6 +182,27 @@ def test_a_case_is_summarized_by_pairs_of_runs_with_one_seed() -> None:
     assert found["bars_met"]
 
 
+def test_busy_processors_are_the_bound_where_they_were_measured() -> None:
+    from async_speedup import _table, judged
+
+    sync = with_processors(result_of("sync", 1, 10.0, (4.0, 5.0), {"0": 0.0, "2": 0.8}), 12.0)
+    both = [sync, with_processors(result_of("async", 1, 6.0, (3.0, 3.5), {"0": 0.0, "2": 0.8}), 11.4)]
+    found = judged("tool", both)
+    assert (found["busy_sync"], found["busy_async"]) == pytest.approx((1.2, 1.9))
+    assert found["bound_share"] == pytest.approx(5.7 / 6)
+    assert found["bars_met"]
+    old = judged(
+        "uniform",
+        [result_of("sync", 1, 9.0, (4.0, 5.0), {"2": 0.8}), result_of("async", 1, 5.0, (4.0, 5.0), {"2": 0.8})],
+    )
+    assert "busy_async" not in old
+    table = _table({"uniform": old, "tool": found})
+    assert "| share of it | processors busy | to the" in table
+    assert "| 95% | 1.20, 1.90 | " in table
+    assert "| 100% |  | " in table
+    assert "processors" not in _table({"uniform": old})
+
+
 def test_lower_accuracy_or_idle_processes_miss_the_bar() -> None:
     from async_speedup import judged
 
@@ -144,6 +224,8 @@ def test_a_tiny_job_is_timed_and_evaluated_and_its_result_kept(tmp_path: Path, m
     assert list(found["at"]) == list(found["accuracies"]) == ["1", "2"]
     assert 0 < found["t_sample"] < found["seconds"]
     assert 0 < found["t_train"] < found["seconds"]
+    assert 0 < found["processor_seconds"] < 100 * found["seconds"]
+    assert "begin" not in found
     assert {path.name for path in tmp_path.iterdir()} == {f"uniform-async-seed1.{end}" for end in ("json", "log")}
     monkeypatch.setattr(async_speedup, "train", lambda *_: pytest.fail("a finished run is not made again"))
     assert async_speedup.measure("uniform", "async", 1, words, tmp_path, False) == found
@@ -170,7 +252,7 @@ def test_results_become_a_table_and_the_exit_code_says_whether_the_bars_are_met(
     assert CliRunner().invoke(async_speedup.app, [*arguments, "--cases", "waiting"]).exit_code == 1
 
 
-@pytest.mark.parametrize("case", ["uniform", "long_tailed", "waiting"])
+@pytest.mark.parametrize("case", ["uniform", "long_tailed", "waiting", "tool", "slow_tool"])
 def test_the_jobs_of_the_speedup_are_valid_and_asynchronous(case: str) -> None:
     import async_speedup
 

@@ -21,7 +21,7 @@ LEARNER_IDLE = ("waiting for rollouts", "warm start", "evaluation")
 def times_of(run: Path) -> dict[str, Any]:
     """Seconds of a run's steps, and of them those in which the sampler (T_sample) and the learner (T_train) worked.
 
-    at: by step, the seconds until it was done.
+    begin: when the first token was drawn, on the monotonic clock. at: by step, the seconds until it was done.
     """
     return times(read_trace(run))
 
@@ -37,7 +37,7 @@ def times(trace: Trace) -> dict[str, Any]:
     t_train = sum(
         s.seconds for s in shares if s.process == "learner" and s.thread == "MainThread" and s.kind not in LEARNER_IDLE
     )
-    return {"steps": last, "seconds": at[last], "t_sample": t_sample, "t_train": t_train, "at": at}
+    return {"steps": last, "begin": begin, "seconds": at[last], "t_sample": t_sample, "t_train": t_train, "at": at}
 
 
 def time_to(accuracies: Mapping[int, float], at: Mapping[int, float], target: float) -> float | None:
@@ -60,11 +60,11 @@ def time_to(accuracies: Mapping[int, float], at: Mapping[int, float], target: fl
 def summarize(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Speedups and accuracies of one case, from its synchronous and asynchronous runs of the same seeds.
 
-    speedup: to the same number of steps, median over seeds. bound_share: the larger of the asynchronous run's T_sample
-    and T_train, which perfect overlap would need, as a share of what it took; the median. speedup_bound: what the
-    speedup would be then. accuracy_target: 95% of the synchronous runs' mean final accuracy. speedup_to_accuracy: the
-    median over seeds in which both runs reach it. accuracy_difference: asynchronous less synchronous, mean over seeds,
-    with its standard error. The rest are medians per optimizer step.
+    speedup: to the same number of steps, median over seeds. bound_share: what perfect overlap would need (``needed``)
+    as a share of what the asynchronous run took; the median. speedup_bound: what the speedup would be then.
+    accuracy_target: 95% of the synchronous runs' mean final accuracy. speedup_to_accuracy: the median over seeds in
+    which both runs reach it. accuracy_difference: asynchronous less synchronous, mean over seeds, with its standard
+    error. busy: processors at work on the run, where that was measured; means. The rest are medians per optimizer step.
     """
     sync = {run["seed"]: run for run in runs if run["mode"] == "sync"}
     asynchronous = {run["seed"]: run for run in runs if run["mode"] == "async"}
@@ -72,7 +72,7 @@ def summarize(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     target = 0.95 * statistics.mean(_final(run) for run, _ in pairs)
     reached = [(time_to(_by_step(a), _at(a), target), time_to(_by_step(b), _at(b), target)) for a, b in pairs]
     differences = [_final(b) - _final(a) for a, b in pairs]
-    overlapped = [max(b["t_sample"], b["t_train"]) for _, b in pairs]
+    overlapped = [needed(b) for _, b in pairs]
     ratios = [first / second for first, second in reached if first and second]
     return {
         "seeds": [run["seed"] for run, _ in pairs],
@@ -88,11 +88,27 @@ def summarize(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "accuracy_difference": statistics.mean(differences),
         "accuracy_difference_stderr": _stderr(differences),
         **{
+            f"busy_{mode}": statistics.mean(run["processor_seconds"] / run["seconds"] for run in of_mode)
+            for mode, of_mode in (("sync", [a for a, _ in pairs]), ("async", [b for _, b in pairs]))
+            if all("processor_seconds" in run for run in of_mode)
+        },
+        **{
             f"{key}_{mode}": statistics.median(run[key] / run["steps"] for run in of_mode)
             for mode, of_mode in (("sync", [a for a, _ in pairs]), ("async", [b for _, b in pairs]))
             for key in ("seconds", "t_sample", "t_train")
         },
     }
+
+
+def needed(run: Mapping[str, Any]) -> float:
+    """Seconds that a run's work needs on its machine when nothing waits for anything else.
+
+    The sampler's, the learner's, or all processor time spread evenly over the cores, whichever is most. The last is
+    that only where something else works, too, as sandboxes do: two processes of one thread need at most the larger of
+    theirs.
+    """
+    spread = run["processor_seconds"] / run["cores"] if "processor_seconds" in run else 0.0
+    return max(float(run["t_sample"]), float(run["t_train"]), spread)
 
 
 def _by_step(run: Mapping[str, Any]) -> dict[int, float]:

@@ -113,11 +113,15 @@ class Calculations:
         _, bracket, expression = turn.text.removesuffix(CLOSE).rpartition(OPEN)
         if not bracket:
             return Observation(FAILED + EQUALS)
-        result = self._tool.run(f"print({expression})")
+        result = self._tool.run(self.program(expression))
         value = result.stdout.strip()
         works = result.status is Status.OK and _NUMBER.fullmatch(value) is not None
         measurements = {"tool_seconds": result.seconds, "tool_ok": float(works)}
         return Observation((value if works else FAILED) + EQUALS, measurements=measurements)
+
+    def program(self, expression: str) -> str:
+        """What is run for an expression."""
+        return f"print({expression})"
 
     def close(self) -> None:
         """Nothing: a run ends by its own limits."""
