@@ -61,7 +61,10 @@ class Grade:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are drawn. ``top_p=1`` and ``top_k=0`` switch truncation off; ``temperature=0`` is greedy."""
+    """How tokens are drawn. ``top_p=1`` and ``top_k=0`` switch truncation off; ``temperature=0`` is greedy.
+
+    template_kwargs: variables for the chat template, where messages follow a turn.
+    """
 
     max_tokens: int
     temperature: float = 1.0
@@ -69,6 +72,7 @@ class SamplingParams:
     top_k: int = 0
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

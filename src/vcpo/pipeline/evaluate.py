@@ -17,7 +17,7 @@ from vcpo.pipeline.rollouts import StartedGroup
 from vcpo.records import GenerationRequest, Group, SamplingParams, Trajectory
 from vcpo.sampler.engines import make_engine
 from vcpo.sampler.protocol import generate
-from vcpo.tasks.environment import EnvironmentTask
+from vcpo.tasks.environment import EnvironmentTask, tool_schemas
 from vcpo.tasks.prompts import encode_prompt
 from vcpo.tasks.protocol import AnsweringTask, Task
 
@@ -74,12 +74,13 @@ class Evaluator:
             top_k=section.top_k,
             stop_token_ids=tuple(stop_token_ids),
             stop_strings=tuple(sampling.stop_strings),
+            template_kwargs=sampling.chat_template_kwargs,
         )
         self._seed = seed
         self._groups: list[StartedGroup] = []
         self._too_long = 0
         for number, problem in enumerate(task.eval_problems(section.num_problems)):
-            prompt_ids = encode_prompt(tokenizer, problem, sampling.chat_template_kwargs)
+            prompt_ids = encode_prompt(tokenizer, problem, sampling.chat_template_kwargs, tool_schemas(task))
             if len(prompt_ids) > sampling.max_prompt_length:
                 self._too_long += 1
                 continue

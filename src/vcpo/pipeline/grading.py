@@ -189,12 +189,13 @@ def make_gradable_task(config: RunConfig) -> Task:
             "reward.processes=0 is not for a grader that an answer may keep busy for ever, as it may 'math': only a"
             " grading process can be ended; set reward.processes to 1 or more"
         )
-    if config.task.name == "dataset" and not config.reward.own_functions:
+    by_environment = getattr(task, "rewarded_by_environment", False)
+    if config.task.name == "dataset" and not config.reward.own_functions and not by_environment:
         first = task.train_problem(0, config.seed)
         if task.grade([first], [""])[0].reward is None:
             raise UserError(
                 f"task 'dataset' has no answers to grade with (row {first.id}): name the column in task.answer_column,"
-                " or give reward functions in reward.reward_funcs"
+                " give reward functions in reward.reward_funcs, or an environment with get_reward"
             )
     return task
 

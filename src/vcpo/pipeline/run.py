@@ -208,6 +208,7 @@ class _Run:
             top_k=sampling.top_k,
             stop_token_ids=ends,
             stop_strings=tuple(sampling.stop_strings),
+            template_kwargs=sampling.chat_template_kwargs,
         )
         prompts = PromptSource(
             task,

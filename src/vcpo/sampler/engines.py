@@ -48,4 +48,4 @@ def with_turns(
         return decoder(params)
     stop_strings = dict.fromkeys([*params.stop_strings, *turn_rules(task).stop_strings])
     inner = decoder(replace(params, stop_strings=tuple(stop_strings)))
-    return TurnEngine(inner, task, tokenizer, params.max_tokens, in_rounds)
+    return TurnEngine(inner, task, tokenizer, params.max_tokens, in_rounds, template_kwargs=params.template_kwargs)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,6 +58,7 @@ class TurnEngine:
         submission. What is decoded side by side, and with it the last bits of sums, then does not depend on how long
         environments take; but a step waits for the slowest one.
     clock: for the time-out of environments.
+    template_kwargs: variables for the chat template that writes messages of environments.
     """
 
     def __init__(
@@ -67,12 +69,13 @@ class TurnEngine:
         max_tokens: int,
         in_rounds: bool = False,
         clock: Callable[[], float] = time.monotonic,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         self._inner = inner
         self._task = task
         self._rules = turn_rules(task)
         self._tokenizer = tokenizer
-        self._chat = ChatTurns(tokenizer, tool_schemas(task))
+        self._chat = ChatTurns(tokenizer, tool_schemas(task), template_kwargs)
         self._max_tokens = max_tokens
         self._in_rounds = in_rounds
         self._steps = EnvironmentSteps(self._rules.max_concurrent, self._rules.step_timeout, clock)
@@ -254,6 +257,8 @@ def _fault(observation: object) -> str | None:
         return f"the environment's observation has a text of type {type(observation.text).__name__}, not str"
     if observation.messages and observation.text:
         return "the environment's observation has both a text and messages"
+    if any(not isinstance(message.get(key), str) for message in observation.messages for key in ("role", "content")):
+        return "the environment's observation has a message without a text role and content"
     numbers = observation.measurements
     if not isinstance(numbers, Mapping):
         return f"the environment's observation has measurements of type {type(numbers).__name__}, not a mapping"

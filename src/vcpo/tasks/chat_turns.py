@@ -6,7 +6,7 @@ What a model has sampled is never written anew: only what follows it is rendered
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -25,14 +25,19 @@ class ChatTurns:
     """Reads the model's calls of tools, and writes the messages that follow its turns.
 
     tool_schemas: the tools that the prompts show; without any, there are no calls.
+    template_kwargs: variables for the chat template, as the prompts have them.
     Raises UserError when there are tools and the tokenizer's chat template is not one for tools, or writes calls in a
     format that is not known here.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, tool_schemas: Sequence[dict[str, Any]] | None = None
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        tool_schemas: Sequence[dict[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
+        self._template_kwargs = template_kwargs or {}
         self._tools = list(tool_schemas) if tool_schemas else None
         self._parser = self._find_parser() if self._tools else None
 
@@ -62,18 +67,21 @@ class ChatTurns:
         result, name, value = "result 7f3a9c", "probe_7f3a9c", 'a "quoted" 7f3a9c'
         call = {"type": "function", "function": {"name": name, "arguments": {"argument": value}}}
         calling = {"role": "assistant", "content": "", "tool_calls": [call]}
-        shown, begin, called, answered = self._rendered(
+        answer = {"role": "assistant", "content": _ANSWER}
+        shown, said, called, answered = self._rendered(
             [_QUESTION],
-            [_QUESTION],
+            [_QUESTION, answer],
             [_QUESTION, calling],
-            [_QUESTION, {"role": "assistant", "content": _ANSWER}, {"role": "tool", "name": name, "content": result}],
+            [_QUESTION, answer, {"role": "tool", "name": name, "content": result}],
         )
         missing = [tool["function"]["name"] for tool in self._tools or () if tool["function"]["name"] not in shown]
         if missing:
             raise _unsupported(f"does not show the tool {missing[0]!r}")
         if result not in answered.partition(_ANSWER)[2]:
             raise _unsupported("leaves out the results of tools (messages of the role tool)")
-        ids: Any = self._tokenizer(called.removeprefix(begin), add_special_tokens=False)["input_ids"]
+        ids: Any = self._tokenizer(called.removeprefix(said.partition(_ANSWER)[0]), add_special_tokens=False)[
+            "input_ids"
+        ]
         turn = str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
         for parser in PARSERS.values():
             if parser(turn) == (ToolCall(name, {"argument": value}),):
@@ -89,11 +97,8 @@ class ChatTurns:
             raise _unsupported(f"fails on a conversation with tools ({error})") from None
 
     def _render(self, messages: list[Any], add_generation_prompt: bool) -> str:
-        tools: Any = self._tools
-        rendered = self._tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
-        )
-        return str(rendered)
+        given: Any = {"tools": self._tools, "tokenize": False, "add_generation_prompt": add_generation_prompt}
+        return str(self._tokenizer.apply_chat_template(messages, **{**self._template_kwargs, **given}))
 
     def _broken_up(self, text: str) -> str:
         """The text with names of control tokens written as ``< |im_end|>``, so that it holds no such token."""

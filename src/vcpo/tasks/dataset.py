@@ -6,17 +6,20 @@ The tasks ``gsm8k`` and ``math`` are this one with other defaults.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from vcpo.errors import UserError
 from vcpo.records import Grade, Message, Problem
 from vcpo.tasks.data import DataOptions, DataTask
+from vcpo.tasks.environment import Environment, TurnRules
 from vcpo.tasks.graders.protocol import AnswerGrader
 from vcpo.tasks.graders.registry import BUILT_IN, make_grader, source_grader, split_grader
 from vcpo.tasks.rows import Table
+from vcpo.tasks.toolbox import Toolbox, ToolOptions
 
 GOLD = "gold"  # the problem's column with the right answer as the grader takes it
 _VERL_ANSWER = "reward_model.ground_truth"
@@ -24,7 +27,7 @@ _SOURCE = "data_source"
 _PLACE = re.compile(r"\{([A-Za-z_][A-Za-z0-9_.]*)\}")
 
 
-class DatasetOptions(DataOptions):
+class DatasetOptions(DataOptions, ToolOptions):
     """Options of the task ``dataset``."""
 
     prompt_column: str | None = Field(
@@ -52,7 +55,9 @@ class DatasetOptions(DataOptions):
         description="a system message, or the first line of a plain-text prompt; messages with one keep their own",
     )
     chat: bool | None = Field(
-        None, description="true: text becomes a chat message; false: plain text in lines; null: as it is in the rows"
+        None,
+        description="true: text becomes a chat message; false: plain text in lines; null: as it is in the rows, and a"
+        " chat message where there are tools",
     )
 
     @field_validator("grader")
@@ -62,6 +67,12 @@ class DatasetOptions(DataOptions):
             split_grader(grader)
         return grader
 
+    @model_validator(mode="after")
+    def _tools_are_for_chats(self) -> DatasetOptions:
+        if self.has_tools and self.chat is False:
+            raise ValueError("task.tools and task.environment_factory need chat messages: leave out task.chat=false")
+        return self
+
 
 class DatasetTask(DataTask):
     """Reward 1 when the grader finds the response right, else 0 (or what the grader says).
@@ -70,17 +81,44 @@ class DatasetTask(DataTask):
     ``reward_model.ground_truth`` first. Data without answers is for reward functions: responses then have no reward of
     the task (``None``). All columns of a row are kept for reward functions, and ``gold``, the answer that is graded by;
     a column called ``prompt`` that is the prompt comes as ``prompts``.
+
+    With ``tools`` or an ``environment_factory`` responses are conversations with them. An environment with
+    ``get_reward`` gives the reward; an answer then says whether a response is correct, and no more, unless a ``grader``
+    is chosen.
     """
 
     Options: ClassVar[type[DatasetOptions]] = DatasetOptions
     PROMPT_COLUMNS: ClassVar[tuple[str, ...]] = ("prompt", "question", "problem")
     ANSWER_COLUMNS: ClassVar[tuple[str, ...]] = (_VERL_ANSWER, "answer")
     options: DatasetOptions
+    environment: Callable[[Problem, int], Environment]  # only where there are tools
+    turn_rules: TurnRules
 
     def __init__(self, **options: Any) -> None:
-        """Raises UserError for wrong options or data, and when a grader's package is missing."""
+        """Raises UserError for wrong options, tools or data, and when a grader's package is missing."""
         self._graders: dict[str, AnswerGrader] = {}
+        self._toolbox: Toolbox | None = None
         super().__init__(**options)
+        if self.options.has_tools:
+            self._take(Toolbox(self.options))
+
+    @property
+    def tool_schemas(self) -> list[dict[str, Any]]:
+        """The tools as JSON schemas; see ``EnvironmentTask`` and ``Toolbox.schemas``."""
+        return [] if self._toolbox is None else self._toolbox.schemas
+
+    @property
+    def rewarded_by_environment(self) -> bool:
+        """Whether responses get their reward from an environment, so that answers are not needed."""
+        return self._toolbox is not None and self._toolbox.rewards
+
+    def train_problem(self, position: int, seed: int) -> Problem:
+        """Rows in an order shuffled anew in each epoch, with what an environment adds to the prompt."""
+        return self._opened(super().train_problem(position, seed))
+
+    def eval_problems(self, count: int) -> list[Problem]:
+        """The first rows of the evaluation data."""
+        return [self._opened(problem) for problem in super().eval_problems(count)]
 
     @property
     def needs_time_limit(self) -> bool:
@@ -95,11 +133,25 @@ class DatasetTask(DataTask):
         """The answer as the row's grader reads it."""
         return self._grader(problem.columns.get(_SOURCE)).answer(completion)
 
+    def _take(self, toolbox: Toolbox) -> None:
+        if hasattr(type(self), "environment"):
+            raise UserError(
+                f"{type(self).__name__} has a tool of its own: take the task 'dataset' or 'math' for others"
+            )
+        self._toolbox = toolbox
+        self.environment = lambda problem, seed: toolbox.environment(problem)
+        self.turn_rules = toolbox.rules
+
+    def _opened(self, problem: Problem) -> Problem:
+        return problem if self._toolbox is None else self._toolbox.opened(problem)
+
     def _grade(self, problem: Problem, completion: str) -> Grade:
         gold = problem.columns.get(GOLD)
         if gold is None:
             return Grade(reward=None)
-        return self._grader(problem.columns.get(_SOURCE)).grade(gold, completion)
+        grade = self._grader(problem.columns.get(_SOURCE)).grade(gold, completion)
+        graded = not self.rewarded_by_environment or "grader" in self.options.model_fields_set
+        return grade if graded else replace(grade, reward=None, parts={})
 
     def _problem(self, table: Table, index: int) -> Problem:
         prompt_column, answer_column = self._prompt_column(table), self._answer_column(table)
@@ -156,7 +208,7 @@ class DatasetTask(DataTask):
             if options.chat is False and "chat" in options.model_fields_set:
                 raise table.error(index, str(column), "has chat messages, and task.chat=false needs text")
             return self._added_to(question, self._instruction(has_own=True))
-        if options.chat:
+        if options.chat or options.has_tools:
             return self._added_to([{"role": "user", "content": question}], self._instruction(has_own=False))
         parts = [part for part in (options.system_prompt, question, self._instruction(has_own=False)) if part]
         return "".join(f"{part}\n" for part in parts) if options.chat is False else "\n".join(parts)

@@ -87,6 +87,10 @@ class Observation:
     messages: Sequence[Message] = ()
 
 
+class EnvironmentFailed(Exception):
+    """Says, from inside a tool or an environment, that it is itself at fault: the response ends without a reward."""
+
+
 class Environment(Protocol):
     """The other side of one response. Its methods are called in threads, never two steps at a time."""
 

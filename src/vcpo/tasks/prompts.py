@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from vcpo.errors import UserError
 from vcpo.models.encoding import unknown_characters
 from vcpo.records import Message, Problem
-from vcpo.tasks.environment import EnvironmentTask
+from vcpo.tasks.chat_turns import ChatTurns
+from vcpo.tasks.environment import EnvironmentTask, tool_schemas
 from vcpo.tasks.protocol import Task
 
 if TYPE_CHECKING:
@@ -21,20 +22,23 @@ MAX_CONSECUTIVE_SKIPS = 10_000
 
 
 def encode_prompt(
-    tokenizer: PreTrainedTokenizerBase, problem: Problem, template_kwargs: Mapping[str, Any] | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    problem: Problem,
+    template_kwargs: Mapping[str, Any] | None = None,
+    tools: Sequence[dict[str, Any]] | None = None,
 ) -> NDArray[np.int64]:
     """The problem's prompt as token ids, ready for the response to follow.
 
     Text is tokenized as the tokenizer does by itself (with a BOS where it normally adds one, and not a second one to
     text that begins with it), but never closed with an EOS. Messages go through the chat template, which gets
-    ``template_kwargs``, up to where the assistant speaks; a last message of the assistant is left open, to be
-    continued. Raises UserError naming the problem when its prompt has no tokens, has characters that the tokenizer has
-    no token for, or does not fit the chat template.
+    ``template_kwargs`` and ``tools`` (JSON schemas), up to where the assistant speaks; a last message of the assistant
+    is left open, to be continued. Raises UserError naming the problem when its prompt has no tokens, has characters
+    that the tokenizer has no token for, or does not fit the chat template.
     """
     if isinstance(problem.prompt, str):
         ids = _encode_text(tokenizer, problem, problem.prompt)
     else:
-        ids = _encode_messages(tokenizer, problem, problem.prompt, template_kwargs or {})
+        ids = _encode_messages(tokenizer, problem, problem.prompt, {**(template_kwargs or {}), "tools": tools or None})
     if not ids:
         raise UserError(f"problem {problem.id!r} has an empty prompt (0 tokens); remove it from the data")
     return np.asarray(ids, dtype=np.int64)
@@ -44,7 +48,7 @@ class PromptSource:
     """Prompts of a task in data order, with the limit on their length applied.
 
     position: the data position to start from (0, or the one saved in a checkpoint).
-    template_kwargs: variables for the chat template.
+    template_kwargs: variables for the chat template, beside the tools of the task.
     skipped, truncated: how many prompts over ``max_prompt_length`` were left out, or shortened, so far.
     """
 
@@ -65,6 +69,8 @@ class PromptSource:
         self._long_prompts = long_prompts
         self._position = position
         self._template_kwargs = template_kwargs
+        self._tools = tool_schemas(task)
+        ChatTurns(tokenizer, self._tools, template_kwargs)  # raises UserError where the model cannot have these tools
         self.skipped = 0
         self.truncated = 0
 
@@ -81,7 +87,7 @@ class PromptSource:
         """
         for _ in range(MAX_CONSECUTIVE_SKIPS):
             problem = self._task.train_problem(self._position, self._seed)
-            ids = encode_prompt(self._tokenizer, problem, self._template_kwargs)
+            ids = encode_prompt(self._tokenizer, problem, self._template_kwargs, self._tools)
             if len(ids) > self._max_prompt_length and self._long_prompts == "error":
                 raise UserError(
                     f"problem {problem.id!r} has a prompt of {len(ids)} tokens, over sampling.max_prompt_length ="

@@ -90,7 +90,12 @@ def told(result: Result, max_characters: int) -> str:
     elif result.status is not Status.OK:
         parts.append(f"[the program was ended: {result.detail}]")
     text = "\n".join(part for part in parts if part) or "[no output]"
+    return re.sub(r"<(?=[^ 0-9=])", "< ", shortened(text, max_characters))
+
+
+def shortened(text: str, max_characters: int) -> str:
+    """The text, without its middle when it is longer."""
+    if len(text) <= max_characters:
+        return text
     half = max_characters // 2
-    if len(text) > max_characters:
-        text = f"{text[:half]}\n[... {len(text) - 2 * half} characters left out ...]\n{text[-half:]}"
-    return re.sub(r"<(?=[^ 0-9=])", "< ", text)
+    return f"{text[:half]}\n[... {len(text) - 2 * half} characters left out ...]\n{text[-half:]}"

@@ -73,7 +73,8 @@ def environment_task(name: str, params: dict[str, Any]) -> EnvironmentTask | Non
     Raises as ``make_task`` does.
     """
     factory = _factory(name)
-    if isinstance(factory, type) and not hasattr(factory, "environment"):
+    takes_tools = params.get("tools") or params.get("environment_factory")
+    if isinstance(factory, type) and not hasattr(factory, "environment") and not takes_tools:
         return None
     task = make_task(name, params)
     return task if isinstance(task, EnvironmentTask) else None

@@ -115,22 +115,21 @@ def _call(value: dict[str, Any], arguments: str) -> ToolCall:
     return ToolCall(name, given)
 
 
-def _check(value: Any) -> None:
-    level = [value]
-    for _ in range(MAX_DEPTH + 1):
-        for text in level:
+def _check(value: dict[str, Any]) -> None:
+    level: list[Any] = [value]
+    for _ in range(MAX_DEPTH):
+        children = [child for item in level for child in _children(item)]
+        for text in children:
             if isinstance(text, str) and not text.isascii():
                 _encodable(text)
-        level = [child for item in level for child in _children(item)]
+        level = [child for child in children if isinstance(child, dict | list)]
         if not level:
             return
     raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
 
 
-def _children(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        return [*value, *value.values()]
-    return value if isinstance(value, list) else []
+def _children(value: dict[str, Any] | list[Any]) -> list[Any]:
+    return [*value, *value.values()] if isinstance(value, dict) else value
 
 
 def _encodable(text: str) -> None:
