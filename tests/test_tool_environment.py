@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -463,6 +464,17 @@ def test_messages_that_cannot_be_written_fail_the_response(observation: Observat
     trajectory = respond(Replying(observation), ended("a"))
     assert failure in str(trajectory.failure)
     assert trajectory.stop_reason is StopReason.ENVIRONMENT_ERROR
+
+
+def test_the_examples_of_the_page_work(tmp_path: Path) -> None:
+    function, own = re.findall(
+        r"```python\n(.*?)```", Path("docs/environments.md").read_text(encoding="utf-8"), re.DOTALL
+    )
+    assert function in Path("examples/tools.py").read_text(encoding="utf-8")
+    (tmp_path / "mine.py").write_text(own)
+    trajectory = respond(make_task(f"{tmp_path}/mine.py:Persuade", {}), ended("Coffee?", "Some tea?"))
+    assert given(trajectory) == ["\n<|im_start|>user\nNo, thank you. What else?<|im_end|>\n<|im_start|>assistant\n"]
+    assert [turn.reward for turn in trajectory.turns] == [None, 1.0]
 
 
 def test_the_prompt_as_text_has_no_tools() -> None:
