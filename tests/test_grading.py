@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -361,6 +362,12 @@ def test_what_the_environment_gave_for_the_turns_is_added_to_the_grade() -> None
     lost = Grade(None, failure="SystemExit: enough")
     assert graded_as(with_turns(0.25), lost) == lost
     assert graded_as(with_turns(0.25, failure="it hung"), given) == Grade(None, True, {"style": 0.5}, "it hung")
+
+    judged = with_turns(None, None, None)
+    judged.turns = tuple(replace(t, correct=c) for t, c in zip(judged.turns, (None, True, False), strict=True))
+    assert graded_as(judged, given) == replace(given, correct=False)
+    judged.turns = judged.turns[:2]
+    assert graded_as(judged, replace(given, correct=False)) == given
 
 
 def test_in_this_process_an_exception_is_the_futures() -> None:

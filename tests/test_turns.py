@@ -385,6 +385,56 @@ def test_no_more_steps_run_at_a_time_than_allowed() -> None:
     assert most[0] == 2
 
 
+class LastWord(Scripted):
+    """Says at a limit what it has been told there. told: reason and unfinished turn."""
+
+    told: tuple[StopReason, Turn | None] | None = None
+
+    def limit_reached(self, reason: StopReason, unfinished: Turn | None) -> Observation:
+        self.told = reason, unfinished
+        return Observation("unread", reward=2.0, measurements={"cut": float(unfinished is not None)}, correct=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "rules", "expected"),
+    [
+        ("=", {"stop_strings": ("?",), "max_turns": 9}, (StopReason.LENGTH, True)),
+        ("abcdefgh" * 9, {}, (StopReason.LENGTH, False)),
+        ("=", {"max_turns": 1}, (StopReason.TURN_LIMIT, False)),
+    ],
+    ids=["cut off", "no room", "turn limit"],
+)
+def test_at_a_limit_the_environment_has_the_last_word_and_sees_what_was_cut_off(
+    text: str, rules: dict[str, Any], expected: Any
+) -> None:
+    def answer(problem: Problem, turn: Turn) -> Observation:
+        return Observation(text, reward=0.5, correct=False)
+
+    task = ScriptedTask(answer, ask_at_limits=True, **rules)
+    made: dict[str, LastWord] = {}
+    task.environment = lambda problem, seed: made.setdefault(  # type: ignore[method-assign, assignment]
+        problem.id, LastWord(problem, task.answer, threading.Event())
+    )
+    trajectories = run(engine_of(task), requests_of(10))
+    seen = set()
+    for trajectory in trajectories:
+        environment, last = made[str(trajectory.group_id % 10)], trajectory.turns[-1]
+        assert trajectory.failure is None
+        reason, unfinished = environment.told or (None, None)
+        assert reason is trajectory.stop_reason
+        cut_off = unfinished is not None
+        seen.add((reason, cut_off))
+        assert last.measurements == {"cut": float(cut_off)}
+        assert last.correct is True
+        assert last.reward == (2.0 if cut_off else 2.5)
+        if unfinished is not None:
+            assert unfinished.stop_reason is StopReason.LENGTH
+            assert unfinished.number == len(trajectory.turns) - 1
+            assert unfinished.token_ids.tolist() == trajectory.response_ids_T[last.start : last.end].tolist()
+            assert unfinished.text == TOKENIZER.decode(unfinished.token_ids, skip_special_tokens=True)
+    assert expected in seen
+
+
 def test_answers_that_leave_no_room_end_the_response_at_its_length_limit() -> None:
     long = ScriptedTask(lambda problem, turn: Observation("1" * 30))
     for t in run(engine_of(long), requests_of(8)):

@@ -117,6 +117,7 @@ class TurnRecord:
     seconds: how long the environment took to answer; 0 where it was not asked.
     reward: what the environment gave for the turn, if anything.
     measurements: whatever else the environment measured, by name.
+    correct: whether it said that the response solves its problem, if it said anything about that.
     """
 
     start: int
@@ -124,6 +125,7 @@ class TurnRecord:
     seconds: float = 0.0
     reward: float | None = None
     measurements: dict[str, float] = field(default_factory=dict)
+    correct: bool | None = None
 
 
 @dataclass

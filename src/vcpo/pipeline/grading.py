@@ -156,9 +156,11 @@ def graded(started: StartedGroup, members: list[Trajectory], grades: Sequence[Gr
 
 
 def _with_environment(trajectory: Trajectory, grade: Grade) -> Grade:
-    """The sum of what the environment gave for the turns is added; where it failed there is no reward."""
+    """With the environment's verdict, and the sum of what it gave for the turns; where it failed there is no reward."""
     if trajectory.failure is not None:
         return dataclasses.replace(grade, reward=None, failure=grade.failure or trajectory.failure)
+    verdicts = [turn.correct for turn in trajectory.turns if turn.correct is not None]
+    grade = dataclasses.replace(grade, correct=verdicts[-1] if verdicts else grade.correct)
     rewards = [turn.reward for turn in trajectory.turns if turn.reward is not None]
     if not rewards or grade.failure is not None:
         return grade

@@ -32,9 +32,9 @@ class Episode:
         """The environment's answer; for one thread at a time, as ``limit_reached`` is."""
         return self._made().step(turn)
 
-    def limit_reached(self, reason: StopReason) -> Observation:
+    def limit_reached(self, reason: StopReason, unfinished: Turn | None) -> Observation:
         """What the environment has to add when a limit has ended the response."""
-        return cast(LimitedEnvironment, self._made()).limit_reached(reason)
+        return cast(LimitedEnvironment, self._made()).limit_reached(reason, unfinished)
 
     def _made(self) -> Environment:
         if self._environment is None:

@@ -163,12 +163,12 @@ class TurnEngine:
         key = (trajectory.group_id, trajectory.index)
         response = self._responses[key]
         response.trajectory = trajectory
-        if trajectory.stop_reason is StopReason.LENGTH:  # in the middle of a turn
-            response.turns.append(TurnRecord(response.turn_start, len(trajectory.response_ids_T)))
-            return self._limited(response, StopReason.LENGTH)
         ids = trajectory.response_ids_T[response.turn_start :].copy()
         text = str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False))
         turn = Turn(len(response.turns), text, ids, trajectory.stop_reason)
+        if trajectory.stop_reason is StopReason.LENGTH:  # in the middle of a turn
+            response.turns.append(TurnRecord(response.turn_start, len(trajectory.response_ids_T)))
+            return self._limited(response, StopReason.LENGTH, turn)
         tool_calls = self._chat.tool_calls  # reading what may be long and hostile is not for the thread that decodes
         self._steps.start(key, lambda: response.episode.answer(replace(turn, tool_calls=tool_calls(text))))
         return None
@@ -224,13 +224,13 @@ class TurnEngine:
             start_version=trajectory.start_version,
         )
 
-    def _limited(self, response: _Response, reason: StopReason) -> Trajectory | None:
+    def _limited(self, response: _Response, reason: StopReason, unfinished: Turn | None = None) -> Trajectory | None:
         """The trajectory that a limit has ended, unless its environment is to be asked first."""
         if not self._rules.ask_at_limits:
             return self._finish(response, reason)
         response.limit = reason
         key = (response.request.group_id, response.request.index)
-        self._steps.start(key, lambda: response.episode.limit_reached(reason))
+        self._steps.start(key, lambda: response.episode.limit_reached(reason, unfinished))
         return None
 
     def _finish(self, response: _Response, reason: StopReason, failure: str | None = None) -> Trajectory:
@@ -246,7 +246,8 @@ def _with(record: TurnRecord, observation: Observation) -> TurnRecord:
     if observation.reward is not None:
         reward = (reward or 0.0) + float(observation.reward)
     measurements = {name: float(value) for name, value in observation.measurements.items()}
-    return replace(record, reward=reward, measurements={**record.measurements, **measurements})
+    correct = record.correct if observation.correct is None else observation.correct
+    return replace(record, reward=reward, measurements={**record.measurements, **measurements}, correct=correct)
 
 
 def _fault(observation: object) -> str | None:
@@ -255,6 +256,8 @@ def _fault(observation: object) -> str | None:
         return f"the environment returned a value of type {type(observation).__name__}, not an Observation"
     if not isinstance(observation.text, str):
         return f"the environment's observation has a text of type {type(observation.text).__name__}, not str"
+    if observation.correct is not None and not isinstance(observation.correct, bool):
+        return f"the environment's observation has correct = {observation.correct!r}, which is not a bool"
     if observation.messages and observation.text:
         return "the environment's observation has both a text and messages"
     if any(not isinstance(message.get(key), str) for message in observation.messages for key in ("role", "content")):

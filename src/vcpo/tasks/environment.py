@@ -55,7 +55,7 @@ class Turn:
     number: 0 for the response's first turn.
     text: decoded, without special tokens; a stop string that ended the turn is part of it.
     token_ids: as they were sampled, with the end token if there is one.
-    stop_reason: EOS or STOP_STRING.
+    stop_reason: EOS or STOP_STRING; LENGTH of an unfinished turn.
     tool_calls: what the model calls, in the format of its chat template; only of a task with ``tool_schemas``.
     """
 
@@ -75,6 +75,8 @@ class Observation:
         response, or when it leaves no room for another token (the response then ends at its length limit).
     done: the response is over.
     reward: for this turn; the sum over turns is added to the reward that the response is graded with.
+    correct: whether the response solves its problem, where that is for the environment to say. Its last word on it
+        counts, and not the grader's.
     measurements: numbers for the metrics, by name.
     messages: instead of a text, chat messages: appended as the model's chat template writes them after an answer of the
         model, up to where the model speaks again. Names of special tokens in them are broken up.
@@ -85,6 +87,7 @@ class Observation:
     reward: float | None = None
     measurements: Mapping[str, float] = field(default_factory=dict)
     messages: Sequence[Message] = ()
+    correct: bool | None = None
 
 
 class EnvironmentFailed(Exception):
@@ -113,10 +116,10 @@ class Environment(Protocol):
 class LimitedEnvironment(Environment, Protocol):
     """An environment that is asked when a limit has ended its response; made by tasks whose rules say so."""
 
-    def limit_reached(self, reason: StopReason) -> Observation:
-        """What it has to add. Only reward and measurements count, and belong to the last turn, which it may not know.
+    def limit_reached(self, reason: StopReason, unfinished: Turn | None) -> Observation:
+        """What it has to add. Of the observation only reward, verdict and measurements count, for the last turn.
 
-        reason: LENGTH or TURN_LIMIT.
+        reason: LENGTH or TURN_LIMIT. unfinished: a turn that was cut off, which ``step`` has not seen.
         """
         ...
 

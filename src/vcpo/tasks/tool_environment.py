@@ -53,7 +53,7 @@ class ToolEnvironment:
         measurements = {"tool_calls": float(len(calls)), "tool_failure_frequency": failed / len(calls)}
         return Observation(messages=messages, measurements=measurements)
 
-    def limit_reached(self, reason: StopReason) -> Observation:
+    def limit_reached(self, reason: StopReason, unfinished: Turn | None) -> Observation:
         """See ``LimitedEnvironment``."""
         return Observation(reward=self._reward())
 
