@@ -20,7 +20,9 @@ from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers, trainer
 from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 from transformers import (
+    Gemma3Config,
     Gemma3ForCausalLM,
+    Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
     GemmaTokenizer,
     GenerationConfig,
@@ -305,6 +307,16 @@ def save_family(name: str, directory: Path) -> None:
         **special | {"eos_token_id": ends if len(ends) > 1 else ends[0]}, do_sample=True, temperature=0.6, top_p=0.9
     )
     model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def save_gemma3_for_images(directory: Path, text: Gemma3TextConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """The class that Gemma 3 has from 4B on: the language model of a configuration, and a tower for images."""
+    vision = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Gemma3Config(
+        text_config=text, vision_config=vision | {"image_size": 28, "patch_size": 14}, mm_tokens_per_image=4
+    )
+    Gemma3ForConditionalGeneration(config).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 
 

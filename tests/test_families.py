@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from family_cases import FAMILIES, GEMMA2_TEMPLATE, SLIDING_WINDOW, save_family
+from family_cases import FAMILIES, GEMMA2_TEMPLATE, SLIDING_WINDOW, save_family, save_gemma3_for_images
 from run_cases import InterruptAfter, assert_equal_weights, final_weights, timeless_metrics
 from vcpo.config import ModelSection, RunConfig, TrainingSection, parse_config
 from vcpo.errors import UserError
@@ -434,6 +434,25 @@ def test_a_step_trains_and_the_sampler_follows(
     with torch.no_grad():
         assert_close_logprobs([t.logprobs_T], [plain_logprobs(plain, t).numpy()], dtype)
         assert np.abs(t.logprobs_T - plain_logprobs(case.plain, t).numpy()).max() > 0.1
+
+
+def test_the_towers_of_a_model_for_images_stay_as_they_are(
+    sampled: Callable[[str, str], Sampled], tmp_path: Path
+) -> None:
+    """Gemma 3 from 4B on: text reaches the language model alone, and weight decay must not reach further."""
+    case = sampled("gemma3", "float32")
+    save_gemma3_for_images(tmp_path / "model", case.plain.config, case.tokenizer)
+    model, tokenizer = load_model(section(tmp_path / "model"), seed=0)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    learner = Learner(model, METHODS["vcpo"], TrainingSection(learning_rate=1e-2, weight_decay=0.1), TEMPERATURE)
+    [t, *_] = generate(engine_of(model, tokenizer), [GenerationRequest(0, 0, case.trajectories[0].prompt_ids, seed=1)])
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="eager")
+    with torch.no_grad():
+        assert_close_logprobs([t.logprobs_T], [plain_logprobs(plain, t).numpy()], "float32")
+    result = learner.step(case.groups)
+    assert result.skipped is None
+    changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert changed == {name for name in before if name.startswith("model.language_model.")}
 
 
 # what was sampled is what is trained

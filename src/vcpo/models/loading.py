@@ -62,6 +62,7 @@ def load_model(
     _check_vocabulary(source, tokenizer, config.get_text_config().vocab_size)
     model = _load_weights(source, config, dtype, attn)
     _check_vocabulary(source, tokenizer, _rows(model))
+    _freeze_what_text_does_not_reach(model)
     return _placed(model, device), tokenizer
 
 
@@ -151,6 +152,15 @@ def _load_weights(source: str, config: PreTrainedConfig, dtype: torch.dtype, att
     _check_complete(source, sorted(str(key[0]) for key in report["mismatched_keys"]), "have other shapes for")
     loaded: PreTrainedModel = model
     return loaded
+
+
+def _freeze_what_text_does_not_reach(model: Any) -> None:
+    """Towers for images or sound have no gradient here, and weight decay alone would wear them down."""
+    if model.config.get_text_config() is model.config:
+        return
+    reached = {id(p) for part in (model.get_decoder(), model.get_output_embeddings()) for p in part.parameters()}
+    for parameter in model.parameters():
+        parameter.requires_grad_(id(parameter) in reached)
 
 
 def _check_complete(source: str, names: list[str], what: str) -> None:
