@@ -47,7 +47,8 @@ $(TRACKERS)/.set-up: $(STAMP) constraints-trackers.txt
 
 # verifiers goes with the versions that the rest has; its own requirements (170 MB) lie in an environment on top of it.
 test-verifiers: $(VERIFIERS)/.set-up
-	$(VERIFIERS)/bin/python -m pytest tests/test_verifiers.py tests/test_verifiers_installed.py
+	$(VERIFIERS)/bin/python -m pytest tests/test_verifiers_installed.py tests/test_verifiers.py
+	$(VERIFIERS)/bin/python -m pytest tests/test_tasks_contract.py -k verifiers
 
 $(VERIFIERS)/.set-up: $(STAMP) constraints-verifiers.txt
 	@rm -rf $(VERIFIERS) && $(BIN)/python -m venv $(VERIFIERS)

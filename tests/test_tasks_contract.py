@@ -40,6 +40,9 @@ def options(name: str, directory: Path) -> dict[str, Any]:
     fields = load_object(BUILT_IN[name]).Options.model_fields
     # one that needs nothing of the machine
     tool = {"sandbox": {"executor": "subprocess", "allow_unsafe": True, "warm": 0}} if "sandbox" in fields else {}
+    if name == "verifiers":
+        pytest.importorskip("verifiers", reason="make test-verifiers installs it")
+        return {"environment": f"{Path(__file__).parents[1] / 'examples' / 'guess.py'}:Guess"}
     if "path" not in fields or name == "countdown":
         return tool
     for part, first in (("train", 0), ("eval", 100)):

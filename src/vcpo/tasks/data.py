@@ -50,7 +50,7 @@ class DataProblems:
     def train(self, position: int, seed: int) -> Problem:
         """The problem at a data position: every row comes once per epoch."""
         epoch, place = divmod(position, len(self._train))
-        return self._train[_epoch_order(len(self._train), seed, epoch)[place]]
+        return self._train[epoch_order(len(self._train), seed, epoch)[place]]
 
     def eval(self, count: int) -> list[Problem]:
         """The first ``count`` evaluation rows. Raises UserError when the task was given none."""
@@ -106,7 +106,8 @@ def _build_all(table: Table, build: Callable[[Table, int], Problem]) -> list[Pro
 
 
 @lru_cache(maxsize=2)
-def _epoch_order(rows: int, seed: int, epoch: int) -> list[int]:
+def epoch_order(rows: int, seed: int, epoch: int) -> list[int]:
+    """The order of so many rows in an epoch, a function of seed and epoch."""
     order = list(range(rows))
     random.Random(f"epoch/{seed}/{epoch}").shuffle(order)
     return order

@@ -30,6 +30,7 @@ BUILT_IN: dict[str, str] = {
     "tool_math": "vcpo.tasks.tool_math:ToolMathTask",
     "tool_arithmetic": "vcpo.tasks.tool_arithmetic:ToolArithmeticTask",
     "dataset": "vcpo.tasks.dataset:DatasetTask",
+    "verifiers": "vcpo.tasks.verifiers_task:VerifiersTask",
 }
 
 
