@@ -208,6 +208,26 @@ def test_a_tool_may_say_that_it_is_itself_at_fault(rows: str) -> None:
     assert "SystemExit" in str(trajectory.failure)
 
 
+def test_a_tool_that_hangs_is_ended_and_the_process_goes_on(rows: str) -> None:
+    options = {"path": rows, "tools": [tool("hang"), *FUNCTIONS]}
+    task = make_task("dataset", options)
+    exited = respond(task, ended(call("hang", '{"how": "exit"}'), "a"))
+    assert "a tool raised SystemExit" in str(exited.failure)
+    hurried = make_task("dataset", {**options, "tool_timeout": 0.3})
+    hung = respond(hurried, ended(call("hang", '{"how": "for ever"}'), "a"))
+    assert hung.failure == "the environment did not answer within 0.3 s"
+    assert load_object(tool("cancelled")).wait(20)
+    assert results(respond(task, ended(call("temperature", '{"place": "Rome"}'), "a"))) == ["4 celsius"]
+
+
+def test_long_results_lose_their_middle(rows: str) -> None:
+    task = make_task("dataset", {"path": rows, "tools": [tool("tell")]})
+    [much] = results(respond(task, ended(call("tell", '{"characters": 150000}'), "a"), max_tokens=150_000))
+    assert much == "a" * 50_000 + "\n[... 50000 characters left out ...]\n" + "a" * 50_000
+    one, two = results(respond(task, ended(call("tell", '{"characters": 60000}') * 2, "a"), max_tokens=150_000))
+    assert one == two == "a" * 25_000 + "\n[... 10000 characters left out ...]\n" + "a" * 25_000
+
+
 def test_calls_end_with_the_turn_limit(rows: str) -> None:
     task = make_task("dataset", {"path": rows, "max_tool_calling_iterations": 2, **COUNTER})
     Counter.made.clear()
@@ -450,6 +470,10 @@ def test_any_environment_may_answer_with_chat_messages() -> None:
     trajectory = respond(task, ended(call("look", "{}"), "a"))
     assert given(trajectory) == ["\n<|im_start|>user\nGo on.<|im_end|>\n<|im_start|>assistant\n"]
     assert task.calls == [(), ()]  # it shows no tools
+    # a turn that a stop string has ended lacks the end token, which is given then
+    task = Replying(Observation(messages=[{"role": "user", "content": "Go on."}]), Observation(done=True))
+    trajectory = respond(task, ["Well?", "a" + END])
+    assert given(trajectory) == ["<|im_end|>\n<|im_start|>user\nGo on.<|im_end|>\n<|im_start|>assistant\n"]
 
 
 @pytest.mark.parametrize(
