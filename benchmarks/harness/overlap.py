@@ -64,7 +64,7 @@ def summarize(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     as a share of what the asynchronous run took; the median. speedup_bound: what the speedup would be then.
     accuracy_target: 95% of the synchronous runs' mean final accuracy. speedup_to_accuracy: the median over seeds in
     which both runs reach it. accuracy_difference: asynchronous less synchronous, mean over seeds, with its standard
-    error. busy: processors at work on the run, where that was measured; means. The rest are medians per optimizer step.
+    error. busy: processors at work, where that was measured; means. The rest are medians per optimizer step.
     """
     sync = {run["seed"]: run for run in runs if run["mode"] == "sync"}
     asynchronous = {run["seed"]: run for run in runs if run["mode"] == "async"}

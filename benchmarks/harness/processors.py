@@ -1,8 +1,7 @@
-"""How much processor time a run takes, with everything that it starts: sandboxes end within milliseconds of work.
+"""How much processor time the machine has spent, by what the kernel counts for all processors together.
 
-The kernel adds the time of a process that has ended to its parent's account when the parent takes note of it. So the
-accounts of the processes that live, each with those of its ended children, hold all of it, but for what is killed
-together with the parent of what it has started.
+Of the machine and not of the run: a sandbox ends with nobody who takes its account. On a machine with other work the
+numbers mean nothing, as all times do then.
 """
 
 from __future__ import annotations
@@ -14,34 +13,25 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from vcpo.sandbox.process_tree import descendants
-
 _TICK = os.sysconf("SC_CLK_TCK")
 _APART = 0.2  # seconds between samples
 
 
-def seconds_of_tree(pid: int) -> float:
-    """Processor seconds so far of a process, of those below it, and of their children that have ended."""
-    total = 0
-    for each in [pid, *descendants(pid)]:
-        try:
-            after_the_name = Path(f"/proc/{each}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2]
-        except OSError:  # has just ended
-            continue
-        total += sum(map(int, after_the_name.split()[11:15]))  # utime, stime, cutime, cstime
-    return total / _TICK
+def busy_seconds(stat: str) -> float:
+    """Processor seconds since the start of the machine, from the text of ``/proc/stat``: neither idle nor stolen."""
+    user, nice, system, _idle, _waiting, interrupts, soft_interrupts = map(int, stat.split()[1:8])
+    return (user + nice + system + interrupts + soft_interrupts) / _TICK
 
 
 class ProcessorTime:
-    """Samples the processor time of a process and all below it, until it is closed."""
+    """Samples the processor time until it is closed."""
 
     def __init__(
         self,
-        pid: int,
-        read: Callable[[int], float] = seconds_of_tree,
+        read: Callable[[], float] = lambda: busy_seconds(Path("/proc/stat").read_text(encoding="ascii")),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._pid, self._read, self._clock = pid, read, clock
+        self._read, self._clock = read, clock
         self._times: list[float] = []
         self._seconds: list[float] = []
         self._closed = threading.Event()
@@ -50,10 +40,9 @@ class ProcessorTime:
         self._thread.start()
 
     def sample(self) -> None:
-        """Take note of the present time. It never falls: what is counted between two parents comes back."""
-        now, seconds = self._clock(), self._read(self._pid)
-        self._times.append(now)
-        self._seconds.append(max([seconds, *self._seconds[-1:]]))
+        """Take note of the present time."""
+        self._times.append(self._clock())
+        self._seconds.append(self._read())
 
     def between(self, begin: float, end: float) -> float:
         """Processor seconds between two times of the monotonic clock, linear between samples."""
