@@ -20,8 +20,8 @@ from vcpo.tasks.tool_arithmetic import Calculations, ToolArithmeticOptions, Tool
 class SlowToolOptions(ToolArithmeticOptions):
     """Options of the task, and the seconds that a program waits: uniform between the two."""
 
-    min_wait: NonNegativeFloat = 0.1
-    max_wait: NonNegativeFloat = 1.0
+    min_wait: NonNegativeFloat = 0.2
+    max_wait: NonNegativeFloat = 2.0
 
 
 class SlowToolTask(ToolArithmeticTask):
