@@ -127,8 +127,6 @@ def test_path_to_a_file(saved: Path) -> None:
 
 def test_directory_without_config(tmp_path: Path) -> None:
     assert "has no config.json" in loading_error(tmp_path)
-    (tmp_path / "adapter_config.json").write_text("{}")
-    assert "only an adapter" in loading_error(tmp_path)
 
 
 def test_config_that_is_not_json(copy: Path) -> None:

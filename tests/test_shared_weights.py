@@ -55,8 +55,8 @@ print(json.dumps([version, checksum, read]))
 
 def test_another_process_reads_what_was_published() -> None:
     model = make_model()
-    weights = PublishedWeights(model)
-    weights.publish(model, 7)
+    weights = PublishedWeights(dict(model.named_parameters()))
+    weights.publish(dict(model.named_parameters()), 7)
     command = [sys.executable, "-c", READER, str(weights.descriptor)]
     layout = pickle.dumps(weights.layout)
     said = subprocess.run(command, input=layout, capture_output=True, pass_fds=[weights.descriptor], check=True).stdout
@@ -68,9 +68,9 @@ def test_another_process_reads_what_was_published() -> None:
 
 def test_a_buffer_that_is_overwritten_while_it_is_read_is_read_again() -> None:
     model = make_model()
-    weights = PublishedWeights(model)
+    weights = PublishedWeights(dict(model.named_parameters()))
     reader = SharedWeights(SharedMemory(weights.descriptor, weights.layout.size), weights.layout)
-    weights.publish(model, 0)
+    weights.publish(dict(model.named_parameters()), 0)
     seen: list[tuple[int, float]] = []
 
     def load(tensors: Mapping[str, Tensor], version: int) -> None:
@@ -78,7 +78,7 @@ def test_a_buffer_that_is_overwritten_while_it_is_read_is_read_again() -> None:
         if version == 0:
             with torch.no_grad():
                 model[0].bias.fill_(9)
-            weights.publish(model, 1)
+            weights.publish(dict(model.named_parameters()), 1)
 
     assert reader.read(load)[0] == 1
     assert [version for version, _ in seen] == [0, 1]
@@ -95,12 +95,12 @@ def test_shared_memory_never_has_a_name() -> None:
 
 def test_the_newest_version_is_read() -> None:
     model = make_model()
-    weights = PublishedWeights(model)
+    weights = PublishedWeights(dict(model.named_parameters()))
     for version in range(3):
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(version)
-        weights.publish(model, version)
+        weights.publish(dict(model.named_parameters()), version)
     copies = empty_copies(model)
     assert weights.read(copying(copies))[0] == 2
     assert all(bool((tensor == 2).all()) for tensor in copies.values())
@@ -108,10 +108,10 @@ def test_the_newest_version_is_read() -> None:
 
 def test_versions_must_follow_each_other() -> None:
     model = make_model()
-    weights = PublishedWeights(model)
-    weights.publish(model, 3)
+    weights = PublishedWeights(dict(model.named_parameters()))
+    weights.publish(dict(model.named_parameters()), 3)
     with pytest.raises(ValueError, match="version 5 published after 3"):
-        weights.publish(model, 5)
+        weights.publish(dict(model.named_parameters()), 5)
 
 
 def test_the_checksum_tells_old_torn_missing_and_exchanged_weights() -> None:
@@ -137,7 +137,7 @@ def test_the_checksum_does_not_depend_on_where_a_tensor_lies(dtype: torch.dtype)
 @pytest.mark.skipif(not DESCRIPTORS.is_dir(), reason="needs /proc")
 def test_file_descriptors_do_not_grow_with_the_number_of_parameters() -> None:
     before = len(os.listdir(DESCRIPTORS))
-    weights = PublishedWeights(make_model(layers=100))
+    weights = PublishedWeights(dict(make_model(layers=100).named_parameters()))
     assert len(os.listdir(DESCRIPTORS)) - before < 10
     assert weights.version == -1
 
@@ -148,4 +148,4 @@ def test_too_little_shared_memory_is_the_users_to_mend(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(UserError, match=r"GB of shared memory for the weights .*No space left on device"):
-        PublishedWeights(make_model())
+        PublishedWeights(dict(make_model().named_parameters()))

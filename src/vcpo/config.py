@@ -56,19 +56,35 @@ class ModelInit(Section):
         return self
 
 
+class LoraSection(Section):
+    """Low-rank adapters, trained in place of the model's own weights; the keys are PEFT's."""
+
+    r: PositiveInt = Field(16, description="rank")
+    lora_alpha: PositiveFloat = Field(32.0, description="what an adapter adds is scaled by lora_alpha / r")
+    target_modules: str | list[str] = Field(
+        "all-linear", description="names of layers, or a regular expression of them; all-linear: all but the output"
+    )
+    use_rslora: bool = Field(False, description="scale by lora_alpha / sqrt(r)")
+
+
 class ModelSection(Section):
     """Where the model comes from: exactly one of ``path`` and ``init``."""
 
-    path: str | None = Field(None, description="local directory or hub id of a transformers causal LM")
+    path: str | None = Field(
+        None, description="local directory or hub id of a transformers causal LM, or the directory of a LoRA adapter"
+    )
     init: ModelInit | None = Field(None, description="make a small model instead of loading one")
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     gradient_checkpointing: bool = False
+    lora: LoraSection | None = Field(None, description="train adapters; null: the weights (of an adapter, its own)")
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelSection:
         if (self.path is None) == (self.init is None):
             raise ValueError("give exactly one of model.path (a directory or hub id) and model.init (sizes)")
+        if self.lora is not None and self.path is None:
+            raise ValueError("model.lora needs model.path: adapters are for a model that has learnt something")
         return self
 
 

@@ -24,6 +24,7 @@ from transformers.utils.logging import disable_progress_bar
 from vcpo.config import ModelSection
 from vcpo.errors import UserError
 from vcpo.models.attention import ATTENTION
+from vcpo.models.lora import add_adapter, base_of, check_installed, load_adapter
 from vcpo.models.small import make_small_model
 
 # a run has its own progress display; bars of single files would break it
@@ -38,7 +39,10 @@ def load_model(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model of a configuration, in eval mode on its device in its dtype, and its tokenizer.
 
-    seed: initialises the weights of ``model.init``; a loaded model does not depend on it.
+    With ``model.lora``, and where ``model.path`` is the directory of an adapter, only adapters are to be trained:
+    everything else is frozen (``vcpo.models.lora``).
+
+    seed: initialises the weights of ``model.init`` and new adapters; a loaded model does not depend on it.
     attn: the attention implementation. The default needs a model class that takes attention from transformers'
         attention interface, with full or sliding-window attention in every layer: Llama, Mistral, Qwen2, Qwen3 and
         their mixtures of experts, Gemma 1 and 3, Phi-3, OLMo 2, SmolLM and most others. State-space and
@@ -54,6 +58,11 @@ def load_model(
         small, small_tokenizer = make_small_model(section.init, seed, attn, dtype)
         return _placed(small, device), small_tokenizer
     assert section.path is not None
+    if section.lora is not None:
+        check_installed()
+    base = base_of(section.path)
+    if base is not None:
+        return _load_with_adapter(section, base, seed, attn)
     source = _source(section.path)
     config = _load_config(source)
     if attn == ATTENTION:
@@ -63,7 +72,35 @@ def load_model(
     model = _load_weights(source, config, dtype, attn)
     _check_vocabulary(source, tokenizer, _rows(model))
     _freeze_what_text_does_not_reach(model)
+    if section.lora is not None:
+        add_adapter(model, section.lora, seed)
     return _placed(model, device), tokenizer
+
+
+def saved_model(section: ModelSection, directory: Path) -> ModelSection:
+    """The configuration that loads what a run has saved of its model: the model, or the adapter alone."""
+    return section.model_copy(update={"path": str(directory), "init": None, "lora": None})
+
+
+def _load_with_adapter(
+    section: ModelSection, base: str, seed: int, attn: str
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    assert section.path is not None
+    if section.lora is not None:
+        raise UserError(
+            f"model.path {section.path!r} is an adapter, which is trained on as it is: leave out model.lora, or merge"
+            " it into its base model first"
+        )
+    directory = Path(section.path).expanduser()
+    try:
+        model, tokenizer = load_model(section.model_copy(update={"path": base}), seed, attn)
+    except UserError as error:
+        raise UserError(f"the adapter {section.path!r} needs its base model: {error}") from error
+    load_adapter(model, directory)
+    if (directory / "tokenizer_config.json").is_file():
+        tokenizer = _load_tokenizer(str(directory))
+        _check_vocabulary(section.path, tokenizer, _rows(model))
+    return _placed(model, _device(section.device)), tokenizer
 
 
 def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> tuple[int, ...]:
@@ -105,8 +142,6 @@ def _source(path: str) -> str:
     if local.is_dir():
         if (local / "config.json").is_file():
             return str(local)
-        if (local / "adapter_config.json").is_file():
-            raise UserError(f"model.path {path!r} holds only an adapter; merge it into its base model and save that")
         raise UserError(f"model.path {path!r} has no config.json; give a directory made by save_pretrained")
     if local.exists():
         raise UserError(f"model.path {path!r} is a file; give the directory that holds config.json and the weights")

@@ -14,7 +14,7 @@ import contextlib
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from vcpo.config import RunConfig
+from vcpo.models.lora import published_parameters
 from vcpo.pipeline.evaluate import Evaluator
 from vcpo.pipeline.sampler_process import Ready
 from vcpo.pipeline.shared_weights import PublishedWeights
@@ -48,11 +49,11 @@ class BackgroundEvaluation:
         assert config.runtime.name == "local"
         self._config = config
         self._runtime = config.runtime
-        self._model = model
+        self._parameters = published_parameters(model, merged=config.sampling.engine.name == "vllm")
         self._evaluator = evaluator
         self._directory = run_dir / DIRECTORY
         self._note = note
-        self._weights = PublishedWeights(model)
+        self._weights = PublishedWeights(self._parameters)
         self._published = 0  # versions of the published weights count evaluations, not steps
         self._sampler: Sampler | None = None
         self._lock = threading.Lock()
@@ -79,7 +80,7 @@ class BackgroundEvaluation:
                 )
             self._skipped += 1
             return False
-        self._begin(step, self._model)
+        self._begin(step, self._parameters)
         return True
 
     def unfinished(self, step: int) -> int | None:
@@ -104,7 +105,7 @@ class BackgroundEvaluation:
             self._note(f"the evaluation of step {step} cannot be done again, its weights are unreadable: {error}")
             self.done(step)
         else:
-            self._begin(step, _Tensors(tensors))
+            self._begin(step, tensors)
 
     def take_result(self) -> tuple[int, dict[str, float]] | None:
         """Step and metrics of an evaluation that has finished; once. ``done`` is to be called when they are logged."""
@@ -149,8 +150,8 @@ class BackgroundEvaluation:
         if sampler is not None:
             sampler.close()
 
-    def _begin(self, step: int, model: nn.Module) -> None:
-        self._weights.publish(model, self._published)
+    def _begin(self, step: int, parameters: Mapping[str, Tensor]) -> None:
+        self._weights.publish(parameters, self._published)
         self._published += 1
         self._step, self._result = step, None
         self._is_saved.clear()
@@ -239,18 +240,3 @@ class _EvaluationSampler(Sampler):
     def name(self) -> str:
         """For messages."""
         return f"the evaluation's process (pid {self.process.pid})"
-
-
-class _Tensors(nn.Module):
-    """Tensors in a file as the parameters of a model, to be published."""
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        super().__init__()
-        self._tensors = dict(tensors)
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The tensors by name."""
-        for name, tensor in self._tensors.items():
-            yield prefix + name, nn.Parameter(tensor, requires_grad=False)

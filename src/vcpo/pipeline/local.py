@@ -22,6 +22,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from vcpo.config import RunConfig
+from vcpo.models.lora import published_parameters
 from vcpo.observe.timeline import Timeline
 from vcpo.pipeline.assignment import TRIES, Assignment
 from vcpo.pipeline.grading import Grading
@@ -71,6 +72,7 @@ class LocalRollouts:
         policy = make_policy(runtime.pacing, per_step, self._forgetting_scores)
         self._pool = GroupPool(policy, per_step, config.training.max_steps)
         self._scorer: PrefixForgetting | None = None
+        self._published = published_parameters(model, merged=config.sampling.engine.name == "vllm")
         self._restarts = 0
         self._deaths_in_a_row = 0  # without a finished response between them
         self._again: list[StartedGroup] = []  # to be sampled once more when the next weights are published
@@ -88,7 +90,7 @@ class LocalRollouts:
         self._failure: BaseException | None = None
         self._waiting = False
         self._closing = threading.Event()
-        self._weights = PublishedWeights(self._model)
+        self._weights = PublishedWeights(self._published)
         self._served = [-1] * self._runtime.samplers
         # a sampler would end by itself, but not before its present step
         atexit.register(self._kill)
@@ -106,7 +108,7 @@ class LocalRollouts:
 
     def publish(self, version: int) -> None:
         """Publish the learner's weights and start the groups that the new version allows."""
-        self._weights.publish(self._model, version)
+        self._weights.publish(self._published, version)
         self._start(version)
 
     def observe(self, metrics: Mapping[str, float]) -> None:

@@ -3,8 +3,9 @@
 What the optimizer and the caches hold is exact. Activations and temporaries of single operations are estimates, and
 what the allocator cannot use again and the device's own context are left out: the sum is a guide, not a promise.
 
-Letters in the formulas: P parameters, H hidden size, I intermediate size, L layers, Q and K widths of all query and of
-all key heads, V vocabulary, a bytes per number of the model, N tokens of one pass, k ``max_staleness``.
+Letters in the formulas: P parameters, T those of the adapters where these are trained, H hidden size, I intermediate
+size, L layers, Q and K widths of all query and of all key heads, V vocabulary, a bytes per number of the model, N
+tokens of one pass, k ``max_staleness``.
 """
 
 from __future__ import annotations
@@ -52,8 +53,10 @@ def microbatch_tokens(config: RunConfig, sizes: ModelSizes | None) -> int | None
 
 def letters(config: RunConfig, sizes: ModelSizes) -> str:
     """What the letters in the formulas stand for."""
+    adapters = "" if sizes.trained == sizes.parameters else f"T = {sizes.trained:,} parameters of the adapters, "
     return (
-        f"P = {sizes.parameters:,} parameters, a = {number_bytes(config.model)} bytes per number of the model, H ="
+        f"P = {sizes.parameters:,} parameters, {adapters}"
+        f"a = {number_bytes(config.model)} bytes per number of the model, H ="
         f" {sizes.hidden:,} hidden size, I = {sizes.intermediate:,} intermediate size, L = {sizes.layers} layers, Q ="
         f" {sizes.query_width:,} and K = {sizes.key_width:,} widths of all query and of all key heads, V ="
         f" {sizes.vocabulary:,} vocabulary, N tokens of one pass, k = {config.runtime.max_staleness} max_staleness."
@@ -92,7 +95,13 @@ def device_memory(config: RunConfig, sizes: ModelSizes) -> tuple[RoleMemory, ...
     lines = [
         *_learner(config, sizes, phases),
         MemoryLine("weights of the engine", weights, phases, "a P", is_exact=True),
-        MemoryLine("earlier weights", (runtime.max_staleness + 1) * weights, phases, "(k + 1) a P", is_exact=True),
+        MemoryLine(
+            "earlier weights",
+            (runtime.max_staleness + 1) * number_bytes(config.model) * sizes.trained,
+            phases,
+            f"(k + 1) a {_trained(sizes)}",
+            is_exact=True,
+        ),
         *_decoding(config, sizes, minibatch, phases, _SAMPLING),
     ]
     return (RoleMemory("process", 1, tuple(lines)),)
@@ -104,7 +113,7 @@ def host_memory(config: RunConfig, sizes: ModelSizes) -> tuple[tuple[str, int, s
     masters = 4 if a < 4 else 0
     ring = (runtime.max_staleness + 1) * a if runtime.name == "lockstep" else 0
     previous = 4 if keeps_gradient(config) else 0
-    each = (a + 8 + masters + previous + ring) * sizes.parameters
+    each = (a + 8 + masters + previous + ring) * sizes.trained
     content = ", ".join(
         ["model, moments"]
         + ["masters"] * bool(masters)
@@ -117,11 +126,14 @@ def host_memory(config: RunConfig, sizes: ModelSizes) -> tuple[tuple[str, int, s
         ("disk: final model", a * sizes.parameters, "a P"),
     ]
     if runtime.name == "local":
-        size = 2 * a * sizes.parameters
-        lines.insert(0, ("shared memory", size, "2 a P: buffers from learner to samplers"))
+        # an engine that knows no adapters is given all weights
+        merged = config.sampling.engine.name == "vllm"
+        published, letter = (sizes.parameters, "P") if merged else (sizes.trained, _trained(sizes))
+        size = 2 * a * published
+        lines.insert(0, ("shared memory", size, f"2 a {letter}: buffers from learner to samplers"))
         if config.eval.eval_steps and config.eval.background:
-            lines.insert(1, ("shared memory of evaluation", size, "2 a P: buffers of its own"))
-            lines.append(("disk: weights under evaluation", a * sizes.parameters, "a P: for a resumed run"))
+            lines.insert(1, ("shared memory of evaluation", size, f"2 a {letter}: buffers of its own"))
+            lines.append(("disk: weights under evaluation", a * published, f"a {letter}: for a resumed run"))
     return tuple(lines)
 
 
@@ -144,29 +156,37 @@ def cache_bytes(config: RunConfig, sizes: ModelSizes, slots: int) -> int:
     return 2 * number_bytes(config.model) * sizes.layers * slots * positions * sizes.key_width
 
 
+def _trained(sizes: ModelSizes) -> str:
+    """The letter for the number of trained parameters."""
+    return "P" if sizes.trained == sizes.parameters else "T"
+
+
 def _learner(config: RunConfig, sizes: ModelSizes, phases: _Phases) -> list[MemoryLine]:
-    a, parameters = number_bytes(config.model), sizes.parameters
-    lines = [MemoryLine("weights", a * parameters, phases, "a P", is_exact=True)]
+    a, trained, t = number_bytes(config.model), sizes.trained, _trained(sizes)
+    lines = [MemoryLine("weights", a * sizes.parameters, phases, "a P", is_exact=True)]
+    if trained != sizes.parameters:
+        lines.append(MemoryLine("adapters", a * trained, phases, "a T", is_exact=True))
     if a < 4:
-        lines.append(MemoryLine("float32 masters", 4 * parameters, phases, "4 P", is_exact=True))
+        lines.append(MemoryLine("float32 masters", 4 * trained, phases, f"4 {t}", is_exact=True))
     lines += [
-        MemoryLine("AdamW moments", 8 * parameters, phases, "8 P", is_exact=True),
-        MemoryLine("gradient", 4 * parameters, (_PASS, _UPDATE), "4 P: summed in float32", is_exact=True),
+        MemoryLine("AdamW moments", 8 * trained, phases, f"8 {t}", is_exact=True),
+        MemoryLine("gradient", 4 * trained, (_PASS, _UPDATE), f"4 {t}: summed in float32", is_exact=True),
     ]
     if keeps_gradient(config):
-        words = "4 P: which the cosine is taken with (training.gradient_cosine=false keeps none)"
-        lines.append(MemoryLine("previous gradient", 4 * parameters, phases, words, is_exact=True))
-        lines.append(MemoryLine("its successor", 4 * parameters, (_UPDATE,), "4 P: copied before it takes the place"))
+        words = f"4 {t}: which the cosine is taken with (training.gradient_cosine=false keeps none)"
+        lines.append(MemoryLine("previous gradient", 4 * trained, phases, words, is_exact=True))
+        lines.append(MemoryLine("its successor", 4 * trained, (_UPDATE,), f"4 {t}: copied before it takes the place"))
     if config.method.spec.needs_norms:
         lines.append(_waiting_for_baselines(config, sizes))
     else:
         if a < 4:
-            lines.append(MemoryLine("gradient of one pass", a * parameters, (_PASS,), "a P"))
-        head = 4 * sizes.vocabulary * sizes.hidden
-        lines.append(MemoryLine("output layer's gradient", head, (_PASS,), "4 V H: of one pass, in float32"))
+            lines.append(MemoryLine("gradient of one pass", a * trained, (_PASS,), f"a {t}"))
+        if trained == sizes.parameters:
+            head = 4 * sizes.vocabulary * sizes.hidden
+            lines.append(MemoryLine("output layer's gradient", head, (_PASS,), "4 V H: of one pass, in float32"))
     lines += _activations(config, sizes)
     if planned_device(config.model).type == "cuda":
-        lines.append(MemoryLine("AdamW's temporaries", 4 * parameters, (_UPDATE,), "4 P: it goes over all at once"))
+        lines.append(MemoryLine("AdamW's temporaries", 4 * trained, (_UPDATE,), f"4 {t}: it goes over all at once"))
     if _EVALUATION in phases:
         lines += _decoding(config, sizes, config.sampling.slots, (_EVALUATION,), _EVALUATION)
     return lines
@@ -174,14 +194,14 @@ def _learner(config: RunConfig, sizes: ModelSizes, phases: _Phases) -> list[Memo
 
 def _waiting_for_baselines(config: RunConfig, sizes: ModelSizes) -> MemoryLine:
     """What waits for the baselines: per layer either sums of gradients or rows, whichever is quicker there."""
-    groups = min(config.training.prompts_per_step, max(1, WAITING_ELEMENTS // sizes.parameters))
-    sums = 4 * sizes.parameters * groups
+    groups = min(config.training.prompts_per_step, max(1, WAITING_ELEMENTS // sizes.trained))
+    sums = 4 * sizes.trained * groups
     rows = _pass_tokens(config, sizes) * sizes.layers * _output_bytes(sizes, number_bytes(config.model))
     mode = "single" if config.model.gradient_checkpointing else config.training.gradient_norm_mode
     if config.method.spec.opob_leave_one_out:
         mode = "gram"
     if mode == "single" or (mode == "auto" and sums >= rows):
-        words = f"4 P x {groups}: sums that lack a baseline, one per group in a pass"
+        words = f"4 {_trained(sizes)} x {groups}: sums that lack a baseline, one per group in a pass"
         return MemoryLine("gradients for norms", sums, (_PASS,), words)
     words = "N L a (2H + Q + 2K + 2I): rows; where sums are quicker, they need less (gradient_norm_mode=single)"
     return MemoryLine("gradients for norms", rows, (_PASS,), words)

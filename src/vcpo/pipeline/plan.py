@@ -77,6 +77,8 @@ def _words(config: RunConfig, sizes: ModelSizes | None, variants: dict[str, RunC
     device = planned_device(model).type
     assumed = " (planned for; auto)" if model.device == "auto" else ""
     yield "model", f"{name}: {known}, {model.dtype} on {device}{assumed}"
+    if sizes and sizes.trained != sizes.parameters:
+        yield "adapters", f"LoRA: {count(sizes.trained)} parameters are trained"
     if config.warm_start.steps:
         yield "warm start", f"{config.warm_start.steps} supervised steps of {config.warm_start.batch_size}"
     yield "method", f"{config.method.name}: {_parts(config.method.to_plain())}"

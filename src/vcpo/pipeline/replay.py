@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from vcpo.config import ModelSection, RunConfig
+from vcpo.config import RunConfig
 from vcpo.errors import UserError, suggest
 from vcpo.learner.learner import Examination, Learner
 from vcpo.methods.spec import METHODS
-from vcpo.models.loading import load_model
+from vcpo.models.loading import load_model, saved_model
 from vcpo.observe.trajectories import SavedMinibatch, load_minibatch, saved_steps
 from vcpo.pipeline.checkpoint import find_damage, list_checkpoints, version_of
 from vcpo.pipeline.run_directory import RunDirectory
@@ -84,9 +84,8 @@ def replay(
     if chosen.checkpoint is not None and (damage := find_damage(chosen.checkpoint)) is not None:
         raise UserError(f"checkpoint {str(chosen.checkpoint)!r} is damaged ({damage}); choose another --checkpoint")
     minibatch = load_minibatch(files[step])
-    section = config.model.model_dump() | {"path": str(chosen.model), "init": None}
-    section |= {"device": device} if device else {}
-    model, _ = load_model(ModelSection.model_validate(section), config.seed)
+    section = saved_model(config.model, chosen.model)
+    model, _ = load_model(section.model_copy(update={"device": device}) if device else section, config.seed)
     if config.model.gradient_checkpointing:
         model.activation_checkpointing_enable()
     results = []
@@ -209,7 +208,8 @@ def _weights_of(directory: RunDirectory) -> dict[int, Weights]:
     sessions = directory.sessions()
     if directory.is_finished and directory.final_model.is_dir():
         version = int(sessions[-1]["step"])
-        found[version] = Weights(version, directory.final_model, None)
+        adapter = directory.final_adapter
+        found[version] = Weights(version, adapter if adapter.is_dir() else directory.final_model, None)
     for path in list_checkpoints(directory.checkpoints):
         found[version_of(path)] = Weights(version_of(path), path / "model", path)
     return dict(sorted(found.items()))

@@ -7,6 +7,7 @@ import dataclasses
 import shutil
 import sqlite3
 import time
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from vcpo import vllm_environment
-from vcpo.config import ModelSection, RunConfig
+from vcpo.config import RunConfig
 from vcpo.errors import StoppedByWatchdog, UserError
 from vcpo.learner.learner import Learner
-from vcpo.models.loading import end_token_ids, load_model
+from vcpo.models.loading import end_token_ids, load_model, saved_model
+from vcpo.models.lora import base_parameters, has_adapter, save_adapter, save_merged, trained_parameters
 from vcpo.observe.logger import Kind, Logger
 from vcpo.observe.metrics import FILE_NAME as METRICS_FILE
 from vcpo.observe.metrics import MetricsLog, read_metrics
@@ -50,6 +52,7 @@ from vcpo.pipeline.local import LocalRollouts
 from vcpo.pipeline.lockstep import LockstepRollouts
 from vcpo.pipeline.rollouts import DataProgress, GroupStarter, Rollouts, Stopped
 from vcpo.pipeline.run_directory import Mode, RunDirectory
+from vcpo.pipeline.shared_weights import weights_checksum
 from vcpo.pipeline.snapshots import SnapshotRing, assign
 from vcpo.pipeline.warm_start import warm_start
 from vcpo.records import SamplingParams
@@ -178,6 +181,11 @@ class _Run:
             clear_timeline(directory.path)
             last = self.learner.version + config.logging.timeline_steps
             self.timeline = Timeline.open(directory.path, "learner", last)
+
+    @cached_property
+    def base_checksum(self) -> int | None:
+        """Of the weights under the adapters, which no checkpoint holds; ``None`` without adapters."""
+        return weights_checksum(base_parameters(self.model)) if has_adapter(self.model) else None
 
     @property
     def failure(self) -> BaseException | None:
@@ -395,7 +403,7 @@ class _Run:
     def _roll_back(self, checkpoint: Path) -> None:
         """The weights and the optimizer of a checkpoint become those of the present version; later ones are removed."""
         model, _ = self._load_model_of(checkpoint)
-        assign(self.model, dict(model.named_parameters()))
+        assign(self.model, trained_parameters(model))
         state = load_state(checkpoint)
         self.learner.go_on_from(state.numbers["learner"], _with_prefix(state.tensors, "learner."), self.guard.spec)
         for path in list_checkpoints(self.directory.checkpoints):
@@ -507,6 +515,7 @@ class _Run:
         numbers, tensors = self.learner.state()
         numbers = {"learner": numbers, **dataclasses.asdict(self.data), "rollouts": self.rollouts_state}
         numbers["guard"] = self.guard.state()
+        numbers["base_checksum"] = self.base_checksum
         tensors = {f"learner.{name}": tensor for name, tensor in tensors.items()}
         if self.snapshots is not None:
             tensors |= {f"snapshots.{name}": tensor for name, tensor in self.snapshots.state().items()}
@@ -534,6 +543,11 @@ class _Run:
             )
 
     def _restore(self, state: RunState) -> None:
+        if state.numbers.get("base_checksum") != self.base_checksum:
+            raise UserError(
+                "the checkpoint holds adapters of a base model whose weights have changed since: put back what was at"
+                f" {self.config.model.path!r} when the run began"
+            )
         self.data = DataProgress(**{f.name: state.numbers[f.name] for f in dataclasses.fields(DataProgress)})
         self.rollouts_state = state.numbers["rollouts"]
         self.learner.load_state(state.numbers["learner"], _with_prefix(state.tensors, "learner."))
@@ -544,15 +558,27 @@ class _Run:
             self.snapshots.load_state(_with_prefix(state.tensors, "snapshots."), needed)
 
     def _load_model_of(self, checkpoint: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        section = self.config.model.model_dump() | {"path": str(checkpoint / "model"), "init": None}
-        return load_model(ModelSection.model_validate(section), self.config.seed)
+        return load_model(saved_model(self.config.model, checkpoint / "model"), self.config.seed)
 
     def _write_final_model(self) -> None:
         with self._disk_errors_explained("the final model"):
-            replace_directory(self.directory.final_model, self._write_model)
+            if has_adapter(self.model):
+                replace_directory(self.directory.final_adapter, self._write_model)
+            replace_directory(self.directory.final_model, self._write_merged)
+
+    def _write_merged(self, path: Path) -> None:
+        if has_adapter(self.model):
+            save_merged(self.model, path)
+            self.tokenizer.save_pretrained(path)
+        else:
+            self._write_model(path)
 
     def _write_model(self, path: Path) -> None:
-        self.model.save_pretrained(path)
+        """The model, or the adapters of one that has some."""
+        if has_adapter(self.model):
+            save_adapter(self.model, path)
+        else:
+            self.model.save_pretrained(path)
         self.tokenizer.save_pretrained(path)
 
 

@@ -38,6 +38,7 @@ class RunDirectory:
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.final_model = path / "model"
+        self.final_adapter = path / "adapter"  # of a run that trains one; the final model has it merged in
         self.report = path / "report.html"
         self.ledger = path / LEDGER_FILE
 

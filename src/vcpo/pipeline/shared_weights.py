@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vcpo.errors import UserError
 from vcpo.pipeline.shared_memory import OwnedMemory, SharedMemory
@@ -43,11 +43,11 @@ class WeightsLayout:
     buffer_size: int
 
     @classmethod
-    def of(cls, model: nn.Module) -> WeightsLayout:
-        """One buffer holds all parameters of a model."""
+    def of(cls, parameters: Mapping[str, Tensor]) -> WeightsLayout:
+        """One buffer holds all of them."""
         places = {}
         size = 0
-        for name, p in model.named_parameters():
+        for name, p in parameters.items():
             places[name] = _Place(size, size + p.numel() * p.element_size(), p.dtype, tuple(p.shape))
             size = -(-places[name].stop // _ALIGNMENT) * _ALIGNMENT
         return cls(places, size)
@@ -100,9 +100,12 @@ class SharedWeights:
 class PublishedWeights(SharedWeights):
     """The writer's side. descriptor: to be passed to the sampler processes, which need ``layout`` as well."""
 
-    def __init__(self, model: nn.Module) -> None:
-        """Raises UserError when the machine has too little shared memory for two copies of the parameters."""
-        layout = WeightsLayout.of(model)
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        """parameters: with the names, shapes and types of what will be published.
+
+        Raises UserError when the machine has too little shared memory for two copies of them.
+        """
+        layout = WeightsLayout.of(parameters)
         try:
             memory = OwnedMemory(layout.size)
         except OSError as error:
@@ -114,15 +117,18 @@ class PublishedWeights(SharedWeights):
         self.descriptor = memory.descriptor
         self._version.value = -1
 
-    def publish(self, model: nn.Module, version: int) -> None:
-        """Copy the model's parameters into the older buffer, then announce them. Versions must increase by one."""
+    def publish(self, parameters: Mapping[str, Tensor], version: int) -> None:
+        """Copy parameters into the older buffer, then announce them. Versions must increase by one."""
         previous = self.version
         if previous >= 0 and version != previous + 1:
             raise ValueError(f"version {version} published after {previous}")
+        sums = []
         with torch.no_grad():
-            for name, parameter in model.named_parameters():
+            for name in sorted(self.layout.places):
+                parameter = parameters[name].detach()  # asked for once: it may be made then
                 self._published(name, version).copy_(parameter)
-        self._checksums[version % 2] = weights_checksum(dict(model.named_parameters()))
+                sums.append(_sum_of_bits(parameter))
+        self._checksums[version % 2] = _combined(sums)
         self._version.value = version
 
 
@@ -133,9 +139,11 @@ def weights_checksum(parameters: Mapping[str, Tensor]) -> int:
     model objects may list theirs differently. Where values stand inside a tensor does not count: it costs one pass at
     the speed of memory, and copies that go wrong are old, torn or missing, not shuffled.
     """
-    sums = [_sum_of_bits(parameters[name].detach()) for name in sorted(parameters)]
-    factors = torch.arange(1, 2 * len(sums), 2)
-    return int((torch.stack(sums).cpu() * factors).sum())
+    return _combined([_sum_of_bits(parameters[name].detach()) for name in sorted(parameters)])
+
+
+def _combined(sums: list[Tensor]) -> int:
+    return int((torch.stack(sums).cpu() * torch.arange(1, 2 * len(sums), 2)).sum())
 
 
 def _sum_of_bits(tensor: Tensor) -> Tensor:

@@ -8,18 +8,19 @@ import torch
 from torch import Tensor, nn
 
 from vcpo.errors import UserError
+from vcpo.models.lora import trained_parameters
 
 
 class SnapshotRing:
-    """Copies of a model's parameters by policy version; the oldest one is dropped when ``size`` are held."""
+    """Copies of a model's trained parameters by policy version; the oldest one is dropped when ``size`` are held."""
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._by_version: dict[int, dict[str, Tensor]] = {}
 
     def add(self, model: nn.Module, version: int) -> None:
-        """Copy the model's parameters as ``version``."""
-        self._by_version[version] = {name: p.detach().clone() for name, p in model.named_parameters()}
+        """Copy the model's trained parameters as ``version``."""
+        self._by_version[version] = {name: p.detach().clone() for name, p in trained_parameters(model).items()}
         for old in sorted(self._by_version)[: -self._size]:
             del self._by_version[old]
 
@@ -55,7 +56,7 @@ class SnapshotRing:
 
 
 def assign(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copy tensors into the model's parameters of the same names."""
+    """Copy tensors into the parameters of the same names, which are all that training changes."""
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in trained_parameters(model).items():
             parameter.copy_(tensors[name])

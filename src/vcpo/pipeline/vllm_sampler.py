@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from vcpo.config import RunConfig
+from vcpo.models.lora import base_of
 from vcpo.records import SamplingParams
 from vcpo.sampler.engines import with_turns
 from vcpo.sampler.protocol import Engine
@@ -52,7 +53,9 @@ def _model_and_tokenizer(config: RunConfig, directory: str) -> tuple[str, Any]:
     section = config.model
     if section.init is None:
         assert section.path is not None
-        return section.path, AutoTokenizer.from_pretrained(section.path)
+        # an adapter is merged into the weights that are published
+        path = base_of(section.path) or section.path
+        return path, AutoTokenizer.from_pretrained(path)
     from vcpo.models.small import make_small_model
 
     model, tokenizer = make_small_model(section.init, config.seed)

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from vcpo.models.attention import ATTENTION
+from vcpo.models.lora import trained_parameters
 from vcpo.records import GenerationRequest, SamplingParams, StopReason, Trajectory
 from vcpo.sampler.drawing import draw, uniforms
 from vcpo.sampler.kv_cache import SlotCache
@@ -96,8 +97,8 @@ class TorchEngine:
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
-        """See ``Engine``."""
-        return dict(self._model.named_parameters())
+        """See ``Engine``: of a model with adapters, those."""
+        return trained_parameters(self._model)
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """See ``Engine``. Raises UserError also for an empty prompt and for ids outside the model's vocabulary."""
@@ -230,7 +231,7 @@ class TorchEngine:
         )
 
     def _assign(self, tensors: Mapping[str, Tensor]) -> None:
-        parameters = dict(self._model.named_parameters())
+        parameters = trained_parameters(self._model)
         # tied parameters have a second name, under which they may be given too
         every_name = dict(self._model.named_parameters(remove_duplicate=False))
         missing, unknown = sorted(parameters.keys() - tensors.keys()), sorted(tensors.keys() - every_name.keys())
