@@ -243,10 +243,11 @@ def _notes(config: RunConfig, sizes: ModelSizes | None) -> Iterator[str]:
         if runtime.samplers * config.sampling.slots > responses:
             yield f"Only {responses:,} responses can be in flight: lower sampling.slots, which cost cache memory."
         yield "One learner process: gradient and optimizer state are not split over devices in this version."
-        yield "Sampler processes and learner share one device; in the paper's runs each role has devices of its own."
+        yield "With several GPUs the learner has the first and samplers have the others in turn; one GPU is shared."
     else:
         yield "One process on one device: sampling and training take turns, so a lag costs accuracy and saves no time."
-    yield "Responses are decoded by the embedded torch engine, the only one so far; serving engines are faster."
+    if config.sampling.engine.name == "torch":
+        yield "Responses are decoded by the embedded torch engine; vLLM is quicker (sampling.engine=vllm)."
     if config.watchdog.rolls_back:
         yield "The watchdog keeps as many checkpoints as a rollback needs, which can be more than save_total_limit."
     if not config.reward.processes and any(":" in name for name in [config.task.name, *config.reward.own_functions]):

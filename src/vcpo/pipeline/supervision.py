@@ -24,6 +24,7 @@ from vcpo import vllm_environment
 from vcpo.config import LocalRuntime, RunConfig
 from vcpo.errors import UserError
 from vcpo.pipeline.interrupt import ENDING_SIGNALS
+from vcpo.pipeline.placement import sampler_gpu, visible_gpus
 from vcpo.pipeline.sampler_process import BEATS_SIZE, Failure, Message, Start
 from vcpo.pipeline.shared_memory import OwnedMemory
 from vcpo.pipeline.shared_weights import PublishedWeights
@@ -58,7 +59,7 @@ class Sampler:
         ours, theirs = socket.socketpair()
         with theirs, _children_block_signals():
             passed = theirs.fileno(), weights.descriptor, beats.descriptor
-            self.process = _start(config, passed)
+            self.process = _start(index, config, passed)
         self.pipe = Connection(ours.detach())
         self._outbox: queue.SimpleQueue[Start | list[GenerationRequest] | None] = queue.SimpleQueue()
         self._outbox.put(Start(index, config.to_plain(), params, weights.layout, timeline_until))
@@ -148,7 +149,7 @@ class Sampler:
         return f"died with exit code {code}" + (" (killed; out of memory?)" if code == -signal.SIGKILL else "")
 
 
-def _start(config: RunConfig, passed: Sequence[int]) -> subprocess.Popen[bytes]:
+def _start(index: int, config: RunConfig, passed: Sequence[int]) -> subprocess.Popen[bytes]:
     """A sampler process, in the environment that its engine needs. passed: file descriptors, its arguments."""
     assert config.runtime.name == "local"
     engine = config.sampling.engine
@@ -156,6 +157,9 @@ def _start(config: RunConfig, passed: Sequence[int]) -> subprocess.Popen[bytes]:
     if engine.name == "vllm":
         python, path = str(Path(engine.python).absolute()), []  # not resolved: a venv is known by its link
         variables = vllm_environment.variables(config.runtime.sampler_threads)
+    gpu = None if config.model.device == "cpu" else sampler_gpu(index, visible_gpus())
+    if gpu is not None:
+        variables["CUDA_VISIBLE_DEVICES"] = gpu
     return subprocess.Popen(
         [python, "-c", _PROGRAM, *map(str, passed), *path],
         stdin=subprocess.DEVNULL,
