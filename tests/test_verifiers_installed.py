@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
 
 from run_cases import tiny_config
 from vcpo.errors import UserError
@@ -30,6 +30,7 @@ pytestmark = pytest.mark.skipif(
 
 CASES = f"{Path(__file__).with_name('verifiers_cases.py')}:Cases"
 GUESS = f"{Path(__file__).parents[1] / 'examples' / 'guess.py'}:Guess"
+CHARACTERS = "model.init.characters='0123456789:-?<>!not '"
 TEMPLATE = (
     "{% for m in messages %}[{{ m['role'][0] }}]{{ m['content'] }}<eos>\n{% endfor %}"
     "{% if add_generation_prompt %}[a]{% endif %}"
@@ -144,6 +145,20 @@ def test_closing_ends_a_step_that_waits_and_others_go_on_meanwhile(played: Any) 
             step.result(timeout=60)
 
 
+def test_when_verifiers_exits_responses_fail_and_nobody_waits_for_it(played: Any) -> None:
+    """As it does where it lacks a login: by SystemExit, which ends its event loop."""
+    task = task_of("exit", "talk")
+    waiting = played(task, 1)
+    with ThreadPoolExecutor(1) as pool:
+        assert waiting.step(turn("8")) == Observation("not 8!")
+        with pytest.raises(RuntimeError, match="SystemExit: not logged in"):
+            played(task, 0).step(turn("8"))
+        with pytest.raises(RuntimeError, match="verifiers has ended"):
+            pool.submit(waiting.step, turn("9", 1)).result(timeout=60)
+    with pytest.raises(RuntimeError, match="verifiers has ended: SystemExit: not logged in"):
+        played(task, 1)
+
+
 def test_problems_have_the_tasks_messages_and_fields() -> None:
     system = {"system": "be brief"}
     problem = task_of(chat=True, args=system).eval_problems(4)[3]
@@ -213,7 +228,7 @@ def run_of(directory: Path, environment: str, *words: str, **options: Any) -> li
         directory,
         f"task={json.dumps(task)}",
         "reward={processes: 1}",
-        "model.init.characters='0123456789:-?<>!not '",
+        CHARACTERS,
         "sampling.max_prompt_length=20",
         "sampling.max_completion_length=48",
         "training.max_steps=2",
@@ -261,20 +276,23 @@ def chat_tokenizer() -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def test_in_a_chat_sampled_tokens_stay_and_the_template_writes_what_follows() -> None:
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
+def chat_model(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     from vcpo.models.attention import ATTENTION
+
+    config = Qwen2Config(
+        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, bos_token_id=None, eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    return Qwen2ForCausalLM._from_config(config, attn_implementation=ATTENTION).eval()
+
+
+def test_in_a_chat_sampled_tokens_stay_and_the_template_writes_what_follows() -> None:
     from vcpo.records import GenerationRequest, SamplingParams
     from vcpo.sampler.engines import make_engine
     from vcpo.sampler.protocol import generate
 
     tokenizer = chat_tokenizer()
-    config = Qwen2Config(
-        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=2, bos_token_id=None, eos_token_id=None, pad_token_id=None,
-    )  # fmt: skip
-    model = Qwen2ForCausalLM._from_config(config, attn_implementation=ATTENTION).eval()
+    model = chat_model(tokenizer)
     task = task_of("talk", chat=True, stop_strings=["a", "b", "c", "d", "e"], max_turns=3)
     problem: Problem = task.eval_problems(1)[0]
     prompt = encode_prompt(tokenizer, problem)
@@ -293,6 +311,23 @@ def test_in_a_chat_sampled_tokens_stay_and_the_template_writes_what_follows() ->
             text = tokenizer.decode(said, skip_special_tokens=True)
             assert tokenizer.decode(given) == f"{ended}\n[u]not {text.strip()}<eos>\n[u]!<eos>\n[a]"
         assert len(trajectory.turns) > 1
+
+
+def test_a_run_in_chat(tmp_path: Path) -> None:
+    """Two evaluations and two steps of a model that is loaded with its chat template."""
+    tokenizer = chat_tokenizer()
+    chat_model(tokenizer).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    words = f"model={tmp_path / 'model'}", "sampling.max_completion_length=80", "logging.transcript_steps=1"
+    args = {"kinds": ["talk"], "system": "be brief"}
+    options = {"args": args, "chat": True, "stop_strings": ["a", "b", "c"], "max_turns": 3}
+    for line in run_of(tmp_path / "run", CASES, *words, "sampling.max_prompt_length=40", **options):
+        assert {f"environment/{name}" for name in RUBRIC} <= line.keys()
+        assert line["environment_failures"] == 0
+        assert line["turns"] > 1
+    transcripts = "".join(path.read_text() for path in (tmp_path / "run" / "transcripts").rglob("*.md"))
+    assert "[s]be brief<eos>" in transcripts
+    assert "[u]!<eos>" in transcripts
 
 
 def test_many_episodes_at_a_time_do_not_wait_for_each_other(played: Any) -> None:

@@ -79,6 +79,8 @@ class CasesEnvConfig(vf.EnvConfig):
 class CasesEnv(vf.Env[CasesEnvConfig]):
     async def run(self, task: CaseTask, agents: vf.Agents) -> None:
         kind = task.data.kind
+        if kind == "exit":
+            raise SystemExit("not logged in")
         if kind == "hang":
             await asyncio.Event().wait()
         if kind == "other opening":

@@ -39,6 +39,7 @@ class Episodes:
         self._secret = secrets.token_urlsafe(16)  # other users of the machine can reach the port
         self._conversations: dict[str, Conversation] = {}  # by the id of their trace
         self._open: set[Conversation] = set()
+        self._end: str | None = None
         self._loop = asyncio.new_event_loop()
         self._context = verifiers_api().ModelContext(model="unset", client=verifiers_api().EvalClientConfig())
         started: Future[Any] = Future()
@@ -46,7 +47,9 @@ class Episodes:
         self._env = started.result(timeout=_START_SECONDS)
 
     def start(self, task: Any, conversation: Conversation) -> Callable[[], object]:
-        """Begin an episode; what is returned ends it from any thread."""
+        """Begin an episode; what is returned ends it from any thread. Raises RuntimeError when no more can begin."""
+        if self._end is not None:
+            raise RuntimeError(self._end)
         return asyncio.run_coroutine_threadsafe(self._episode(task, conversation), self._loop).cancel
 
     def call(self, function: Callable[..., object], *arguments: object) -> None:
@@ -58,13 +61,11 @@ class Episodes:
         try:
             self._loop.run_until_complete(self._serve(started))
         except BaseException as error:  # also SystemExit, by which verifiers says what it lacks
-            sentence = f"verifiers has ended: {type(error).__name__}: {error}"
+            self._end = f"verifiers has ended: {type(error).__name__}: {error}"
             if not started.done():
-                started.set_exception(RuntimeError(sentence))
+                started.set_exception(RuntimeError(self._end))
             for conversation in self._open:
-                conversation.fail(sentence)
-        finally:
-            self._loop.close()  # later responses fail instead of waiting
+                conversation.fail(self._end)
 
     async def _serve(self, started: Future[Any]) -> None:
         from aiohttp import web
@@ -97,8 +98,10 @@ class Episodes:
         try:
             episode = await self._env.run_episode(task, self._context, on_trace=begun)
             conversation.ended(_outcome(episode, self._seat))
-        except Exception as error:
+        except BaseException as error:
             conversation.fail(f"{type(error).__name__}: {error}")
+            if not isinstance(error, Exception):
+                raise
         finally:
             self._open.discard(conversation)
             for name in traces:
