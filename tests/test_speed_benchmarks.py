@@ -106,6 +106,36 @@ def test_processor_time_is_read_between_any_two_moments() -> None:
     assert times.between(0.0, 99.0) == pytest.approx(3.0)
 
 
+def test_curves_of_learning_to_call_a_tool_are_kept_beside_the_tables(tmp_path: Path) -> None:
+    import tool_learning
+
+    run, comparison = tmp_path / "runs" / "vcpo-seed1", tmp_path
+    run.mkdir(parents=True)
+    trained = {"reward_parts/asked": 0.5, "reward_parts/unaided": 0.0, "ess": 0.912345, "lag_mean": 2.0}
+    lines = [
+        {"step": 0, "time": 0.0, "kind": "eval", "accuracy": 0.25},
+        {"step": 1, "time": 1.0, "kind": "train", **trained},
+        {"step": 2, "time": 2.0, "kind": "train", **trained, "reward_parts/asked": 0.75},
+        {"step": 2, "time": 2.0, "kind": "eval", "accuracy": 0.5},
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (run / "environment.json").write_text(json.dumps([{"started": 0.0, "ended": 1.0, "outcome": "finished"}]))
+    for name in tool_learning.TABLES:
+        (comparison / name).write_text(name)
+    facts = {"variant": "vcpo", "seed": 1, "run_dir": "runs/vcpo-seed1"}
+    (comparison / "results.json").write_text(json.dumps({"runs": [facts]}))
+    words = [str(comparison), "--out", str(tmp_path / "kept"), "--image", str(tmp_path / "figure.png")]
+    assert CliRunner().invoke(tool_learning.app, words, catch_exceptions=False).exit_code == 0
+    assert (tmp_path / "kept" / "curves.csv").read_text().split() == [
+        "variant,seed,step,accuracy,asked,unaided,ess,lag_mean",
+        "vcpo,1,0,0.25,,,,",
+        "vcpo,1,1,,0.5,0.0,0.9123,2.0",
+        "vcpo,1,2,0.5,0.75,0.0,0.9123,2.0",
+    ]
+    assert (tmp_path / "kept" / "results.md").read_text() == "results.md"
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_programs_of_the_slow_tool_wait_as_long_as_problem_and_seed_say() -> None:
     from harness.slow_tool import SlowToolTask
 
