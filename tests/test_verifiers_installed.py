@@ -143,6 +143,12 @@ def test_closing_ends_a_step_that_waits_and_others_go_on_meanwhile(played: Any) 
         hanging.close()
         with pytest.raises(RuntimeError, match="has ended"):
             step.result(timeout=60)
+    episodes = task._episodes
+    assert episodes is not None
+    deadline = time.monotonic() + 60
+    while episodes._open and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not episodes._open, "the episode goes on although nobody listens"
 
 
 def test_when_verifiers_exits_responses_fail_and_nobody_waits_for_it(played: Any) -> None:
