@@ -285,8 +285,11 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def save_family(name: str, directory: Path) -> None:
-    """Make a family's model and tokenizer and save both, as they would come from the hub."""
+def save_family(name: str, directory: Path, **options: Any) -> None:
+    """Make a family's model and tokenizer and save both, as they would come from the hub.
+
+    options: of the model's configuration, in place of the family's.
+    """
     family = FAMILIES[name]
     tokenizer = family.tokenizer()
     rows = len(tokenizer)
@@ -295,7 +298,7 @@ def save_family(name: str, directory: Path) -> None:
     ends = [int(id) for id in tokenizer.convert_tokens_to_ids(list(family.ends))]
     pad = None if family.model_pad is None else tokenizer.convert_tokens_to_ids(family.model_pad)
     special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": ends[0], "pad_token_id": pad}
-    config = family.config_class(**_SIZES | {"vocab_size": rows} | special | family.options)
+    config = family.config_class(**_SIZES | {"vocab_size": rows} | special | family.options | options)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(sum(map(ord, name)))
         model = family.model_class(config)
