@@ -246,8 +246,8 @@ class VerifiersEnvironment:
 
     def close(self) -> None:
         """End the episode, and a step that waits for it."""
-        self._end()
         self._conversation.events.put("the response has ended")
+        self._end()
 
     def _answered(self, text: str | None, finish_reason: str) -> Observation:
         if not self._asked:
