@@ -12,6 +12,7 @@ from vcpo.reproduce.command import ALL
 
 TABLE = re.compile(r"<!-- table: (?P<path>\S+) -->\n(?P<table>(?:\|.*\n)+)")
 METRICS = re.compile(r"<!-- metrics: (?P<path>\S+) -->\n(?P<table>(?:\|.*\n)+)")
+VERSION = re.compile(r"^\| (?P<package>\S+) \| (?P<version>\S+) \|.*\| `(?P<file>\S+)` \|$", re.MULTILINE)
 LINK = re.compile(r"\]\((?!https?://|#)(?P<path>[^)#]+)")
 DOCUMENTS = sorted([*Path("docs").glob("*.md"), Path("README.md"), Path("CONTRIBUTING.md")])
 
@@ -53,6 +54,15 @@ def step_table(path: Path) -> str:
 def test_step_tables_are_those_of_the_metrics(document: Path) -> None:
     for match in METRICS.finditer(document.read_text(encoding="utf-8")):
         assert match["table"] == step_table(Path(match["path"]))
+
+
+def test_tested_versions_are_those_that_are_installed_for_the_tests() -> None:
+    _, _, table = Path("docs/gpus.md").read_text(encoding="utf-8").partition("<!-- versions -->")
+    rows = list(VERSION.finditer(table))
+    assert len(rows) > 5
+    for row in rows:
+        pins = Path(row["file"]).read_text(encoding="utf-8").splitlines()
+        assert f"{row['package']}=={row['version']}" in pins
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=str)

@@ -1,7 +1,8 @@
 """The families of models that people train, each at a tiny size: loading, prompts, sampling, updates, whole runs.
 
 What is compared with is transformers' own forward pass over one whole sequence with eager attention: no packing, no
-cache, none of our code. ``TRAINED`` says what of a model is trained; every test of updates and runs takes each entry.
+cache, none of our code; adapters are put into it by PEFT. Every test of updates and runs is made of all weights and of
+adapters (which add something from the start: else half of their gradients were 0).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
@@ -28,6 +30,7 @@ from vcpo.errors import UserError
 from vcpo.learner.learner import Learner
 from vcpo.methods.spec import METHODS
 from vcpo.models.loading import end_token_ids, load_model
+from vcpo.models.lora import save_adapter, trained_parameters
 from vcpo.observe.trajectories import load_minibatch, saved_steps
 from vcpo.pipeline.run import train
 from vcpo.records import GenerationRequest, Grade, Group, Message, Problem, SamplingParams, StopReason, Trajectory
@@ -36,7 +39,7 @@ from vcpo.sampler.torch_engine import TorchEngine
 from vcpo.tasks.prompts import encode_prompt
 
 DTYPES = ("float32", "bfloat16")
-TRAINED: dict[str, dict[str, Any]] = {"full": {}}
+TRAINED = ("full", "lora")
 
 TEMPERATURE = 0.8
 RESPONSE = 24
@@ -54,14 +57,25 @@ each_trained = pytest.mark.parametrize("trained", TRAINED)
 
 
 @pytest.fixture(scope="module")
-def directory_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The directory of a family's model, made when it is first asked for. Only to be read."""
+def directory_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """The directory of a family's model, or of an adapter to it, made when it is first asked for. Only to be read."""
     home = tmp_path_factory.mktemp("families")
 
     @cache
-    def directory(family: str) -> Path:
-        save_family(family, home / family)
-        return home / family
+    def directory(family: str, trained: str = "full") -> Path:
+        path = home / f"{family}-{trained}"
+        if trained == "full":
+            save_family(family, path)
+            return path
+        options = {"path": str(directory(family)), "device": "cpu", "lora": {"r": 3}}
+        model, _ = load_model(ModelSection.model_validate(options), seed=0)
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for parameter in trained_parameters(model).values():
+                parameter.add_(0.03 * torch.randn(parameter.shape, generator=generator))
+        path.mkdir()
+        save_adapter(model, path)
+        return path
 
     return directory
 
@@ -81,14 +95,18 @@ class Sampled:
 
 
 @pytest.fixture(scope="module")
-def sampled(directory_of: Callable[[str], Path]) -> Callable[[str, str], Sampled]:
+def sampled(directory_of: Callable[..., Path]) -> Callable[..., Sampled]:
     """Three answers to each prompt, decoded in five slots, with rewards that differ within each group."""
 
     @cache
-    def sample(family: str, dtype: str) -> Sampled:
+    def sample(family: str, dtype: str, trained: str = "full") -> Sampled:
+        model, tokenizer = load_model(section(directory_of(family, trained), dtype), seed=0)
         path = directory_of(family)
-        model, tokenizer = load_model(section(path, dtype), seed=0)
         plain = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager").eval()
+        if trained == "lora":
+            adapter = directory_of(family, trained)
+            theirs = PeftModel.from_pretrained(plain, adapter, is_trainable=True, autocast_adapter_dtype=False)
+            plain = theirs.base_model.model.eval()
         engine = engine_of(model, tokenizer)
         problems = [Problem(str(i), prompt) for i, prompt in enumerate(PROMPTS)]
         requests = [
@@ -107,10 +125,8 @@ def sampled(directory_of: Callable[[str], Path]) -> Callable[[str, str], Sampled
     return sample
 
 
-def section(path: Path, dtype: str = "float32", checkpointing: bool = False, trained: str = "full") -> ModelSection:
-    return ModelSection(
-        path=str(path), dtype=dtype, device="cpu", gradient_checkpointing=checkpointing, **TRAINED[trained]
-    )
+def section(path: Path, dtype: str = "float32", checkpointing: bool = False) -> ModelSection:
+    return ModelSection(path=str(path), dtype=dtype, device="cpu", gradient_checkpointing=checkpointing)
 
 
 def engine_of(model: Any, tokenizer: PreTrainedTokenizerBase, **params: Any) -> TorchEngine:
@@ -137,9 +153,7 @@ def assert_close_logprobs(ours: Sequence[np.ndarray], theirs: Sequence[np.ndarra
 
 @each_family
 @each_dtype
-def test_a_family_loads_with_all_of_its_end_tokens(
-    directory_of: Callable[[str], Path], family: str, dtype: str
-) -> None:
+def test_a_family_loads_with_all_of_its_end_tokens(directory_of: Callable[..., Path], family: str, dtype: str) -> None:
     model, tokenizer = load_model(section(directory_of(family), dtype), seed=0)
     case = FAMILIES[family]
     assert type(model) is case.model_class
@@ -152,7 +166,7 @@ def test_a_family_loads_with_all_of_its_end_tokens(
     assert (rows > len(tokenizer)) is case.is_padded
 
 
-def test_the_families_differ_in_what_their_pad_token_is(directory_of: Callable[[str], Path]) -> None:
+def test_the_families_differ_in_what_their_pad_token_is(directory_of: Callable[..., Path]) -> None:
     tokenizers = {family: AutoTokenizer.from_pretrained(directory_of(family)) for family in FAMILIES}
     is_end = {f: t.pad_token in FAMILIES[f].ends if t.pad_token else None for f, t in tokenizers.items()}
     assert is_end == {
@@ -169,7 +183,7 @@ def test_the_families_differ_in_what_their_pad_token_is(directory_of: Callable[[
 @each_family
 @pytest.mark.parametrize("has_system", [False, True])
 def test_messages_become_the_templates_own_ids(
-    directory_of: Callable[[str], Path], family: str, has_system: bool
+    directory_of: Callable[..., Path], family: str, has_system: bool
 ) -> None:
     case = FAMILIES[family]
     _, tokenizer = load_model(section(directory_of(family)), seed=0)
@@ -189,7 +203,7 @@ def test_messages_become_the_templates_own_ids(
 
 @each_family
 def test_plain_text_begins_with_one_bos_even_if_it_was_put_there_already(
-    directory_of: Callable[[str], Path], family: str
+    directory_of: Callable[..., Path], family: str
 ) -> None:
     _, tokenizer = load_model(section(directory_of(family)), seed=0)
     bos = FAMILIES[family].bos
@@ -203,7 +217,7 @@ def test_plain_text_begins_with_one_bos_even_if_it_was_put_there_already(
     assert ids == encode_prompt(tokenizer, Problem("p", [USER])).tolist()
 
 
-def test_a_template_without_a_system_role_refuses_it_by_name(directory_of: Callable[[str], Path]) -> None:
+def test_a_template_without_a_system_role_refuses_it_by_name(directory_of: Callable[..., Path]) -> None:
     _, tokenizer = load_model(section(directory_of("gemma3")), seed=0)
     tokenizer.chat_template = GEMMA2_TEMPLATE
     encode_prompt(tokenizer, Problem("p", [USER]))
@@ -211,7 +225,7 @@ def test_a_template_without_a_system_role_refuses_it_by_name(directory_of: Calla
         encode_prompt(tokenizer, Problem("p", [SYSTEM, USER]))
 
 
-def test_variables_reach_the_template(directory_of: Callable[[str], Path]) -> None:
+def test_variables_reach_the_template(directory_of: Callable[..., Path]) -> None:
     _, tokenizer = load_model(section(directory_of("qwen3")), seed=0)
     thinking = tokenizer.decode(encode_prompt(tokenizer, Problem("p", [USER])))
     silent = tokenizer.decode(encode_prompt(tokenizer, Problem("p", [USER]), SILENT))
@@ -221,16 +235,14 @@ def test_variables_reach_the_template(directory_of: Callable[[str], Path]) -> No
 
 
 @each_family
-def test_an_open_answer_is_continued_without_a_mark_of_the_end(
-    directory_of: Callable[[str], Path], family: str
-) -> None:
+def test_an_open_answer_is_continued_without_a_mark_of_the_end(directory_of: Callable[..., Path], family: str) -> None:
     _, tokenizer = load_model(section(directory_of(family)), seed=0)
     begun: list[Message] = [USER, {"role": "assistant", "content": "The answer is"}]
     assert tokenizer.decode(encode_prompt(tokenizer, Problem("p", begun))).endswith("\nThe answer is")
 
 
 def test_a_generation_configuration_that_transformers_only_warns_about_stops_no_checkpoint(
-    directory_of: Callable[[str], Path], tmp_path: Path
+    directory_of: Callable[..., Path], tmp_path: Path
 ) -> None:
     """Sampling settings without ``do_sample``, which many models come with, are saved as they came."""
     original = directory_of("llama3.2")
@@ -253,7 +265,7 @@ def test_a_generation_configuration_that_transformers_only_warns_about_stops_no_
 @each_dtype
 @torch.no_grad()
 def test_recorded_logprobs_are_those_of_a_plain_forward_pass(
-    sampled: Callable[[str, str], Sampled], family: str, dtype: str
+    sampled: Callable[..., Sampled], family: str, dtype: str
 ) -> None:
     case = sampled(family, dtype)
     assert len({len(t.prompt_ids) for t in case.trajectories}) == len(PROMPTS)
@@ -264,7 +276,7 @@ def test_recorded_logprobs_are_those_of_a_plain_forward_pass(
 
 @torch.no_grad()
 def test_the_sliding_window_and_both_rotary_bases_matter_to_these_logprobs(
-    sampled: Callable[[str, str], Sampled], directory_of: Callable[[str], Path]
+    sampled: Callable[..., Sampled], directory_of: Callable[..., Path]
 ) -> None:
     """Or the agreement above would show nothing about them."""
     case = sampled("gemma3", "float32")
@@ -282,9 +294,7 @@ def test_the_sliding_window_and_both_rotary_bases_matter_to_these_logprobs(
 
 @each_family
 @torch.no_grad()
-def test_bfloat16_is_no_further_from_exact_than_transformers_is(
-    sampled: Callable[[str, str], Sampled], family: str
-) -> None:
+def test_bfloat16_is_no_further_from_exact_than_transformers_is(sampled: Callable[..., Sampled], family: str) -> None:
     case = sampled(family, "bfloat16")
     exact_model = copy.deepcopy(case.plain).float()
     ours, theirs = [], []
@@ -297,7 +307,7 @@ def test_bfloat16_is_no_further_from_exact_than_transformers_is(
 
 @each_family
 def test_ids_without_a_token_are_sampled_recorded_and_have_no_text(
-    sampled: Callable[[str, str], Sampled], family: str
+    sampled: Callable[..., Sampled], family: str
 ) -> None:
     case = sampled(family, "float32")
     known = len(case.tokenizer)
@@ -313,11 +323,9 @@ def test_ids_without_a_token_are_sampled_recorded_and_have_no_text(
 # updates
 
 
-def made_learner(
-    path: Path, dtype: str, checkpointing: bool = False, trained: str = "full", learning_rate: float = 1e-3
-) -> Learner:
+def made_learner(path: Path, dtype: str, checkpointing: bool = False, learning_rate: float = 1e-3) -> Learner:
     """As a run makes it."""
-    model, _ = load_model(section(path, dtype, checkpointing, trained), seed=0)
+    model, _ = load_model(section(path, dtype, checkpointing), seed=0)
     if checkpointing:
         model.activation_checkpointing_enable()
     training = TrainingSection(learning_rate=learning_rate, weight_decay=0.0, max_tokens_per_microbatch=400)
@@ -325,14 +333,12 @@ def made_learner(
 
 
 @pytest.fixture(scope="module")
-def examined(
-    directory_of: Callable[[str], Path], sampled: Callable[[str, str], Sampled]
-) -> Callable[[str, str, str], Any]:
+def examined(directory_of: Callable[..., Path], sampled: Callable[..., Sampled]) -> Callable[[str, str, str], Any]:
     """What VCPO makes of the sampled groups, without checkpointing."""
 
     @cache
     def examine(family: str, dtype: str, trained: str) -> Any:
-        return made_learner(directory_of(family), dtype, trained=trained).examine(sampled(family, dtype).groups)
+        return made_learner(directory_of(family, trained), dtype).examine(sampled(family, dtype, trained).groups)
 
     return examine
 
@@ -341,14 +347,16 @@ def examined(
 @each_dtype
 @each_trained
 def test_the_packed_learner_agrees_with_the_sampler(
-    sampled: Callable[[str, str], Sampled],
+    sampled: Callable[..., Sampled],
     examined: Callable[[str, str, str], Any],
     family: str,
     dtype: str,
     trained: str,
 ) -> None:
     result = examined(family, dtype, trained).result
-    ratios = np.array(result.log_ratios_B) / [len(t.response_ids_T) for t in sampled(family, dtype).trajectories]
+    ratios = np.array(result.log_ratios_B) / [
+        len(t.response_ids_T) for t in sampled(family, dtype, trained).trajectories
+    ]
     assert np.abs(ratios).max() < MEAN_TOLERANCE[dtype] * (1 if dtype == "float32" else 2)
     assert result.metrics["ess"] > {"float32": 0.9999, "bfloat16": 0.9}[dtype]
 
@@ -357,15 +365,15 @@ def test_the_packed_learner_agrees_with_the_sampler(
 @each_dtype
 @each_trained
 def test_gradient_norms_are_those_of_one_backward_pass_each(
-    sampled: Callable[[str, str], Sampled],
+    sampled: Callable[..., Sampled],
     examined: Callable[[str, str, str], Any],
     family: str,
     dtype: str,
     trained: str,
 ) -> None:
-    case = sampled(family, dtype)
+    case = sampled(family, dtype, trained)
     exact = copy.deepcopy(case.plain).float()
-    parameters = list(exact.parameters())
+    parameters = [p for p in exact.parameters() if p.requires_grad]
     expected = []
     for t in case.trajectories:
         single = torch.autograd.grad(plain_logprobs(exact, t).sum(), parameters)
@@ -386,18 +394,18 @@ def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
 @each_dtype
 @each_trained
 def test_gradient_checkpointing_changes_nothing_but_rounding(
-    directory_of: Callable[[str], Path],
-    sampled: Callable[[str, str], Sampled],
+    directory_of: Callable[..., Path],
+    sampled: Callable[..., Sampled],
     examined: Callable[[str, str, str], Any],
     family: str,
     dtype: str,
     trained: str,
 ) -> None:
     plain = examined(family, dtype, trained)
-    learner = made_learner(directory_of(family), dtype, checkpointing=True, trained=trained)
+    learner = made_learner(directory_of(family, trained), dtype, checkpointing=True)
     calls = []
     learner.model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
-    checkpointed = learner.examine(sampled(family, dtype).groups)
+    checkpointed = learner.examine(sampled(family, dtype, trained).groups)
     assert len(calls) % 2 == 0  # computed, and computed again
     assert len(calls) >= 2
     assert distance(plain.gradient, checkpointed.gradient) < {"float32": 1e-5, "bfloat16": 0.02}[dtype]
@@ -411,15 +419,15 @@ def test_gradient_checkpointing_changes_nothing_but_rounding(
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
 @each_trained
 def test_a_step_trains_and_the_sampler_follows(
-    directory_of: Callable[[str], Path],
-    sampled: Callable[[str, str], Sampled],
+    directory_of: Callable[..., Path],
+    sampled: Callable[..., Sampled],
     family: str,
     dtype: str,
     checkpointing: bool,
     trained: str,
 ) -> None:
-    case = sampled(family, dtype)
-    learner = made_learner(directory_of(family), dtype, checkpointing, trained, learning_rate=1e-2)
+    case = sampled(family, dtype, trained)
+    learner = made_learner(directory_of(family, trained), dtype, checkpointing, learning_rate=1e-2)
     before = {name: p.detach().clone() for name, p in learner.model.named_parameters() if p.requires_grad}
     result = learner.step(case.groups)
     assert result.skipped is None
@@ -436,9 +444,7 @@ def test_a_step_trains_and_the_sampler_follows(
         assert np.abs(t.logprobs_T - plain_logprobs(case.plain, t).numpy()).max() > 0.1
 
 
-def test_the_towers_of_a_model_for_images_stay_as_they_are(
-    sampled: Callable[[str, str], Sampled], tmp_path: Path
-) -> None:
+def test_the_towers_of_a_model_for_images_stay_as_they_are(sampled: Callable[..., Sampled], tmp_path: Path) -> None:
     """Gemma 3 from 4B on: text reaches the language model alone, and weight decay must not reach further."""
     case = sampled("gemma3", "float32")
     save_gemma3_for_images(tmp_path / "model", case.plain.config, case.tokenizer)
@@ -460,7 +466,7 @@ def test_the_towers_of_a_model_for_images_stay_as_they_are(
 
 @each_family
 def test_a_response_is_trained_as_the_ids_that_it_has_and_not_as_its_text(
-    directory_of: Callable[[str], Path], sampled: Callable[[str, str], Sampled], family: str
+    directory_of: Callable[..., Path], sampled: Callable[..., Sampled], family: str
 ) -> None:
     case = sampled(family, "float32")
     text = " the answer is there"
@@ -499,16 +505,14 @@ QUESTION = "What is the answer?"
 SILENT = {"enable_thinking": False}  # only Qwen3's template knows it
 
 
-def run_config(
-    directory: Path, model: Path, trained: str, runtime: dict[str, Any] | None = None, **model_options: Any
-) -> RunConfig:
+def run_config(directory: Path, model: Path, runtime: dict[str, Any] | None = None, **model_options: Any) -> RunConfig:
     """Three steps on a chat message with a system prompt."""
     data = directory.parent / "rows.jsonl"
     data.write_text(json.dumps({"prompt": QUESTION, "answer": "3"}))
     rewards = Path(__file__).parent / "family_cases.py"
     plain: dict[str, Any] = {
         "output_dir": str(directory),
-        "model": {"path": str(model), "device": "cpu", **TRAINED[trained], **model_options},
+        "model": {"path": str(model), "device": "cpu", **model_options},
         "task": {
             "name": "dataset",
             "path": str(data),
@@ -586,18 +590,18 @@ def check_finished(run: Path, model: Path, family: str) -> None:
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in LOCAL])
 @each_trained
 def test_a_run_in_bfloat16_with_checkpointing_goes_on_as_if_it_had_not_stopped(
-    directory_of: Callable[[str], Path], tmp_path: Path, encoded_texts: list[str], family: str, trained: str
+    directory_of: Callable[..., Path], tmp_path: Path, encoded_texts: list[str], family: str, trained: str
 ) -> None:
     model = directory_of(family)
     options = {"dtype": "bfloat16", "gradient_checkpointing": True}
-    run = train(run_config(tmp_path / "run", model, trained, **options), make_report=False)
+    run = train(run_config(tmp_path / "run", directory_of(family, trained), **options), make_report=False)
     check_finished(run, model, family)
     # nothing but prompts was ever turned into ids
     tokenizer = AutoTokenizer.from_pretrained(model)
     assert set(encoded_texts) == {tokenizer.decode(trained_on(run)[0].prompt_ids)}
     # at step 1 nothing is stale
     assert train_metrics(run)[0]["ess"] > 0.95
-    config = run_config(tmp_path / "stopped", model, trained, **options)
+    config = run_config(tmp_path / "stopped", directory_of(family, trained), **options)
     with pytest.raises(KeyboardInterrupt):
         train(config, make_report=False, progress=InterruptAfter(2))
     again = train(config, "resume", make_report=False)
@@ -608,10 +612,12 @@ def test_a_run_in_bfloat16_with_checkpointing_goes_on_as_if_it_had_not_stopped(
 @pytest.mark.parametrize(("family", "dtype"), LOCAL.items())
 @each_trained
 def test_a_run_with_a_sampler_process(
-    directory_of: Callable[[str], Path], tmp_path: Path, family: str, dtype: str, trained: str
+    directory_of: Callable[..., Path], tmp_path: Path, family: str, dtype: str, trained: str
 ) -> None:
     model = directory_of(family)
-    config = run_config(tmp_path / "run", model, trained, runtime={"name": "local", "max_staleness": 1}, dtype=dtype)
+    config = run_config(
+        tmp_path / "run", directory_of(family, trained), runtime={"name": "local", "max_staleness": 1}, dtype=dtype
+    )
     run = train(config, make_report=False)
     check_finished(run, model, family)
     assert train_metrics(run)[0]["ess"] > {"float32": 0.9999, "bfloat16": 0.95}[dtype]

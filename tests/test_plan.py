@@ -206,7 +206,14 @@ def test_a_dry_run_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     result = dry_run(recipe)
     assert result.exit_code == 0
     assert "Nothing was written" in result.stdout
-    for words in ("One device for all", "AdamW moments", "groups in flight", "shared memory", "One learner process"):
+    for words in (
+        "One device for all",
+        "A device for each process",
+        "AdamW moments",
+        "groups in flight",
+        "shared memory",
+        "One learner process",
+    ):
         assert words in result.stdout
     assert sorted(tmp_path.rglob("*")) == before
 

@@ -113,7 +113,11 @@ def _total(plan: Plan) -> str:
     needed = plan.device_bytes
     enough = next((size for size in _DEVICES if size * 1e9 >= needed), None)
     words = f"within a device of {enough} GB" if enough else f"more than any single device of up to {_DEVICES[-1]} GB"
-    return f"One device for all: {gigabytes(needed)} GB ({parts}): {words}."
+    alone = ""
+    if len(plan.memory) > 1:
+        largest = max(plan.memory, key=lambda role: role.peak)
+        alone = f" A device for each process: {gigabytes(largest.peak)} GB at most ({largest.role})."
+    return f"One device for all: {gigabytes(needed)} GB ({parts}): {words}.{alone}"
 
 
 def _print_role(console: Console, role: RoleMemory) -> None:
