@@ -21,7 +21,7 @@ import pytest
 import torch
 from peft import PeftModel
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, Phi3Config, PreTrainedTokenizerBase
 
 from family_cases import FAMILIES, GEMMA2_TEMPLATE, SLIDING_WINDOW, save_family, save_gemma3_for_images
 from run_cases import InterruptAfter, assert_equal_weights, final_weights, timeless_metrics
@@ -29,6 +29,7 @@ from vcpo.config import ModelSection, RunConfig, TrainingSection, parse_config
 from vcpo.errors import UserError
 from vcpo.learner.learner import Learner
 from vcpo.methods.spec import METHODS
+from vcpo.models.attention import ATTENTION
 from vcpo.models.loading import end_token_ids, load_model
 from vcpo.models.lora import save_adapter, trained_parameters
 from vcpo.observe.trajectories import load_minibatch, saved_steps
@@ -318,6 +319,33 @@ def test_ids_without_a_token_are_sampled_recorded_and_have_no_text(
         own = [i for i in ids.tolist() if i < known]
         assert t.text == case.tokenizer.decode(own, skip_special_tokens=True)
         assert isinstance(case.tokenizer.decode(t.response_ids_T, skip_special_tokens=False), str)
+
+
+def test_a_sequence_ends_where_its_rotary_frequencies_would_depend_on_the_batch() -> None:
+    """Phi-3 with ``longrope``: beyond the original length, one long sequence would change all others of its pass."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    config = Phi3Config(
+        vocab_size=50,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        original_max_position_embeddings=32,
+        rope_parameters=rope,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model = copy.deepcopy(plain)
+    model.set_attn_implementation(ATTENTION)
+    engine = TorchEngine(model, SamplingParams(max_tokens=100, temperature=TEMPERATURE), slots=2, max_length=200)
+    requests = [GenerationRequest(0, i, np.arange(1, 6 + i), seed=i) for i in range(2)]
+    for t in generate(engine, requests):
+        assert t.stop_reason is StopReason.LENGTH
+        assert len(t.prompt_ids) + len(t.response_ids_T) == 32
+        assert_close_logprobs([t.logprobs_T], [plain_logprobs(plain, t).detach().numpy()], "float32")
 
 
 # updates

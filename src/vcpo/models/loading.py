@@ -118,6 +118,20 @@ def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | N
     return tuple(sorted(found))
 
 
+def position_limit(config: PreTrainedConfig) -> int | None:
+    """The longest sequence, in tokens, that the model takes; ``None`` if it does not say.
+
+    With the rotary scheme ``longrope`` transformers uses other frequencies for a whole pass once a sequence of it is
+    longer than the original training length. How a sequence is batched must not matter, so that length is the limit.
+    """
+    text = config.get_text_config()
+    limit: int | None = getattr(text, "max_position_embeddings", None)
+    rotary = getattr(text, "rope_parameters", None) or {}
+    if rotary.get("rope_type") == "longrope":
+        return int(rotary["original_max_position_embeddings"])
+    return limit
+
+
 def _placed(model: torch.nn.Module, device: torch.device) -> Any:
     # moved only: a cast here would also round the rotary frequencies, which stay float32 in every dtype
     return model.to(device).eval()

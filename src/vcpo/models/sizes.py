@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Qwe
 
 from vcpo.config import LoraSection, ModelSection
 from vcpo.errors import UserError
+from vcpo.models.loading import position_limit
 from vcpo.models.lora import add_adapter, base_of, base_parameters, options_of, trained_parameters
 from vcpo.models.small import make_small_model
 
@@ -125,5 +126,5 @@ class ModelSizes:
             query_width=heads * head_width,
             key_width=(getattr(config, "num_key_value_heads", None) or heads) * head_width,
             vocabulary=config.vocab_size,
-            positions=getattr(config, "max_position_embeddings", None),
+            positions=position_limit(model.config),
         )

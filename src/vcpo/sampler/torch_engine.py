@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from vcpo.models.attention import ATTENTION
+from vcpo.models.loading import position_limit
 from vcpo.models.lora import trained_parameters
 from vcpo.records import GenerationRequest, SamplingParams, StopReason, Trajectory
 from vcpo.sampler.drawing import draw, uniforms
@@ -66,7 +67,7 @@ class TorchEngine:
         self._version = version
         embedding: Any = model.get_input_embeddings()
         vocabulary = int(embedding.weight.shape[0])
-        own_limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        own_limit = position_limit(model.config)
         self._limits = Limits(vocabulary, min(max_length, own_limit or max_length), params.max_tokens)
         self._cache = SlotCache(slots)
         self._table = SlotTable.empty(slots, params.max_tokens)
