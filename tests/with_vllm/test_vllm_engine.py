@@ -157,3 +157,10 @@ class TestTraps:
         engine = make(SamplingParams(max_tokens=3))
         with pytest.raises(UserError, match=r"no place for the parameter extra\.weight of shape \(3,\)"):
             learner_views(engine._model, {"extra.weight": torch.Size([3])})  # type: ignore[attr-defined]
+
+    def test_a_parameter_that_the_learner_lacks_is_refused_because_nobody_would_load_it(self, make: MakeEngine) -> None:
+        engine = make(SamplingParams(max_tokens=3))
+        shapes = {n: p.shape for n, p in make_model(0).named_parameters()}
+        del shapes["model.norm.weight"]
+        with pytest.raises(UserError, match=r"Qwen2ForCausalLM has the parameter model\.norm\.weight, which"):
+            learner_views(engine._model, shapes)  # type: ignore[attr-defined]

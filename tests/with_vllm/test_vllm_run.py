@@ -6,7 +6,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
 
+from family_cases import save_family
 from run_cases import gone_within, has_steps, samplers_of, start_vcpo, tiny_config, tiny_recipe, train_steps, wait_until
 from vcpo.config import ModelSection
 from vcpo.models.loading import load_model
@@ -63,6 +67,29 @@ def test_without_lag_the_learner_agrees_with_vllm_about_every_token(tmp_path: Pa
             assert abs(line["log_ratio_min"]) < 1e-4
             assert abs(line["log_ratio_max"]) < 1e-4
             assert line["ess"] == pytest.approx(1, abs=1e-6)
+
+
+def test_adapters_are_trained_on_what_vllm_sampled_with_them_merged_in(tmp_path: Path) -> None:
+    """Without lag, so that the learner, which has adapters, and vLLM, which has none, have to agree at every step."""
+    base, run = tmp_path / "base", tmp_path / "run"
+    save_family("gemma3", base, head_dim=32)
+    lengths = ["sampling.max_prompt_length=60", "training.max_steps=6", "training.learning_rate=0.02"]
+    runtime = "runtime={name: local, max_staleness: 0}"
+    train(tiny_config(run, *overrides(base, f"model={{path: {base}, lora: {{r: 4}}}}", runtime, *lengths)))
+    lines = [line for line in read_metrics(run / "metrics.jsonl") if line["kind"] == "train"]
+    assert [line["step"] for line in lines] == list(range(1, 7))
+    for version, line in enumerate(lines):
+        assert line["served_version"] == version
+        assert line["lag_max"] == 0
+        assert abs(line["log_ratio_min"]) < 1e-4
+        assert abs(line["log_ratio_max"]) < 1e-4
+        assert line["ess"] == pytest.approx(1, abs=1e-6)
+    before, merged = (AutoModelForCausalLM.from_pretrained(path) for path in (base, run / "model"))
+    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), run / "adapter")
+    with torch.no_grad():
+        old, new, expected = (m(input_ids=torch.arange(40)[None]).logits for m in (before, merged, adapted))
+    assert (new - old).abs().max() > 0.1, "what was agreed on has not changed"
+    torch.testing.assert_close(new, expected, rtol=0, atol=1e-5)
 
 
 def test_responses_of_several_turns(tmp_path: Path, saved_model: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,10 +55,17 @@ def _model_and_tokenizer(config: RunConfig, directory: str) -> tuple[str, Any]:
     if section.init is None:
         assert section.path is not None
         # an adapter is merged into the weights that are published
-        path = base_of(section.path) or section.path
-        return path, AutoTokenizer.from_pretrained(path)
+        path = _local(base_of(section.path) or section.path)
+        own = _local(section.path)
+        return path, AutoTokenizer.from_pretrained(own if (Path(own) / "tokenizer_config.json").is_file() else path)
     from vcpo.models.small import make_small_model
 
     model, tokenizer = make_small_model(section.init, config.seed)
     model.config.save_pretrained(directory)
     return directory, tokenizer
+
+
+def _local(path: str) -> str:
+    """A directory as it is found, or a hub id."""
+    directory = Path(path).expanduser()
+    return str(directory) if directory.is_dir() else path

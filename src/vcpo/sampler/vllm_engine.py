@@ -24,8 +24,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
+from vcpo.errors import UserError
 from vcpo.records import GenerationRequest, ResponsePrefix, SamplingParams, StopReason, Trajectory
 from vcpo.sampler.limits import Limits, check_params
 from vcpo.sampler.stopping import StopStrings
@@ -61,6 +62,8 @@ class VllmEngine:
     model: directory or hub id; only its configuration is read. There are no weights before ``load_weights``.
     params, slots, max_length, tokenizer: as for ``TorchEngine``.
     options: arguments of vLLM's ``EngineArgs`` beside those that follow from the others.
+
+    Raises UserError for a model that vLLM cannot decode here.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class VllmEngine:
         **options: Any,
     ) -> None:
         check_params(params, tokenizer)
+        _check_text_model(model)
         keep_weights_readable()
         from vllm import EngineArgs, LLMEngine
 
@@ -86,10 +90,11 @@ class VllmEngine:
             max_num_seqs=slots,
             logprobs_mode="processed_logprobs",  # of the distribution that is drawn from, temperature included
             async_scheduling=False,  # a step in advance, a token would be drawn with weights that have been replaced
-            disable_log_stats=True,
             **options,
         )
-        self._llm = LLMEngine.from_engine_args(arguments)
+        config = arguments.create_engine_config()
+        _check_head_size(config.model_config.get_head_size())
+        self._llm = LLMEngine.from_vllm_config(config, disable_log_stats=True)
         self._model = self._llm.apply_model(lambda model: model)[0]
         self._params = params
         self._tokenizer = tokenizer
@@ -251,3 +256,28 @@ class VllmEngine:
             return ""
         decode = self._tokenizer.decode
         return str(decode(ids_T.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def _check_text_model(model: str) -> None:
+    config = AutoConfig.from_pretrained(model)
+    if config.get_text_config() is not config:
+        raise UserError(
+            f"sampling.engine=vllm cannot be used with {model!r}, a model for more than text ({config.model_type});"
+            " use sampling.engine=torch"
+        )
+
+
+def _check_head_size(size: int) -> None:
+    """On the CPU vLLM has attention for some sizes of heads, and fails inside its kernel for others."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    sizes = CPUAttentionBackend.get_supported_head_sizes()
+    if size not in sizes:
+        raise UserError(
+            f"sampling.engine=vllm cannot be used with this model on a CPU: its attention heads have {size} numbers,"
+            f" and vLLM's attention there is made for {', '.join(map(str, sizes))}; use sampling.engine=torch"
+        )

@@ -35,20 +35,22 @@ def keep_weights_readable() -> None:
 def learner_views(model: nn.Module, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
     """Views of the parameters of a vLLM model, one for each name and shape of the learner's.
 
-    Raises UserError for a model that vLLM lays out in another way than described above.
+    Raises UserError for a model that vLLM lays out in another way than described above, or that has parameters in vLLM
+    that the learner's lacks.
     """
     own = dict(model.named_parameters())
     joined: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     place_of = {part: (whole, parts[:i]) for whole, parts in joined.items() for i, part in enumerate(parts)}
     views: dict[str, Tensor] = {}
+    unseen = set(own)
     for name, shape in shapes.items():
-        view = own.get(name)
-        start = 0
+        own_name, start = name, 0
         *path, module, kind = name.split(".")
-        if view is None and module in place_of:
+        if name not in own and module in place_of:
             whole, before = place_of[module]
-            view = own.get(".".join([*path, whole, kind]))
+            own_name = ".".join([*path, whole, kind])
             start = sum(shapes[".".join([*path, part, kind])][0] for part in before)
+        view = own.get(own_name)
         # there may be more rows: vLLM pads its vocabulary
         if view is None or view.shape[1:] != shape[1:] or view.shape[0] < start + shape[0]:
             raise UserError(
@@ -57,4 +59,10 @@ def learner_views(model: nn.Module, shapes: Mapping[str, torch.Size]) -> dict[st
                 " decoded with; use sampling.engine=torch"
             )
         views[name] = view.detach()[start : start + shape[0]]
+        unseen.discard(own_name)
+    if unseen:
+        raise UserError(
+            f"sampling.engine=vllm cannot be used with this model: vLLM's {type(model).__name__} has the parameter"
+            f" {min(unseen)}, which the learner's model has not; use sampling.engine=torch"
+        )
     return views
