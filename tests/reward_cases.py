@@ -10,7 +10,7 @@ _calls = 0
 
 def digit_mean(completions: list[str], **columns: Any) -> list[float]:
     """A reward that nearly every response has another value of, so that an untrained model has a gradient."""
-    values = [[int(character) for character in text if character.isdigit()] for text in completions]
+    values = [[int(character) for character in text if character.isdecimal()] for text in completions]
     return [sum(digits) / (9 * len(digits)) if digits else 0.0 for digits in values]
 
 
