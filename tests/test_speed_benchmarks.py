@@ -136,6 +136,29 @@ def test_curves_of_learning_to_call_a_tool_are_kept_beside_the_tables(tmp_path: 
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_what_runs_of_a_real_model_have_logged_is_kept_and_drawn(tmp_path: Path) -> None:
+    import real_model
+
+    run = tmp_path / "run"
+    run.mkdir()
+    line = {"step": 1, "time": 1.0, "kind": "train", "reward": 0.5, "ess": 0.9, "kl_k3": 0.1, "grad_norm": 2.0}
+    (run / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    (run / "config.yaml").write_text("seed: 0\n")
+    session = {
+        "started": 0.0,
+        "ended": 1.0,
+        "outcome": "finished",
+        "command": ["/home/me/.venv/bin/vcpo", "train", "r.yaml"],
+    }
+    (run / "environment.json").write_text(json.dumps([session]))
+    words = [f"all weights={run}", "--out", str(tmp_path / "kept"), "--image", str(tmp_path / "figure.png")]
+    assert CliRunner().invoke(real_model.app, words, catch_exceptions=False).exit_code == 0
+    kept = tmp_path / "kept" / "all-weights"
+    assert (kept / "metrics.jsonl").read_bytes() == (run / "metrics.jsonl").read_bytes()
+    assert json.loads((kept / "environment.json").read_text())[0]["command"] == ["vcpo", "train", "r.yaml"]
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_programs_of_the_slow_tool_wait_as_long_as_problem_and_seed_say() -> None:
     from harness.slow_tool import SlowToolTask
 

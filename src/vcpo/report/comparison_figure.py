@@ -68,7 +68,7 @@ def _draw_panel(axes: Axes, panel: Panel, variants: Mapping[str, Sequence[RunDat
     axes.set_xlabel("optimizer step")
     if panel.share:
         set_limits(axes, 1.03)
-    if panel.kind == "eval":
+    if panel.kind == "eval" and panel.share:
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
 
