@@ -237,8 +237,9 @@ def test_adapters_that_cannot_be_used_are_refused(base: Path, tmp_path: Path) ->
     assert "needs its base model: model.path '/nowhere' does not exist" in with_config(
         base_model_name_or_path="/nowhere"
     )
-    assert "of a kind that is not supported" in with_config(use_dora=True)
-    assert "of a kind that is not supported" in with_config(bias="all")
+    for extra in ({"use_dora": True}, {"bias": "all"}, {"lora_bias": True}, {"modules_to_save": ["norm"]}):
+        assert f"of a kind that is not supported (LoRA with {next(iter(extra))})" in with_config(**extra)
+    assert "of a kind that is not supported (IA3)" in with_config(peft_type="IA3")
     assert "does not fit its base model" in with_config(r=2)
     assert "does not fit its base model" in with_config(target_modules=["q_proj"])
     file.write_text("{")

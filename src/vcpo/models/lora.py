@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 ADAPTER_CONFIG = "adapter_config.json"
 _WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # in PEFT's files, before the names that the model itself has
+_UNSUPPORTED = ("use_dora", "bias", "lora_bias", "modules_to_save", "trainable_token_indices", "target_parameters")
 _NAME = "default"  # of the adapter, in PEFT's modules
 _MARKS = (f".lora_A.{_NAME}.", f".lora_B.{_NAME}.")
 
@@ -64,7 +65,7 @@ def add_adapter(model: PreTrainedModel, section: LoraSection, seed: int) -> None
 def load_adapter(model: PreTrainedModel, directory: Path) -> None:
     """Freeze the model and put saved adapters into it.
 
-    Raises UserError for adapters of another kind than LoRA, of another model, or with dropout.
+    Raises UserError for adapters of another kind than plain LoRA, or of another model.
     """
     check_installed()
     from peft import PeftConfig
@@ -74,11 +75,10 @@ def load_adapter(model: PreTrainedModel, directory: Path) -> None:
         config: Any = PeftConfig.from_pretrained(str(directory))
     except Exception as error:
         raise UserError(f"{name} cannot be read: {' '.join(str(error).split())[:300]}") from error
-    if config.peft_type != "LORA" or config.use_dora or config.modules_to_save or config.bias != "none":
-        raise UserError(
-            f"{name} is of a kind that is not supported: plain LoRA can be trained, without DoRA, biases and"
-            " modules_to_save"
-        )
+    extras = [key for key in _UNSUPPORTED if getattr(config, key, None) not in (None, False, "none", [], {})]
+    if config.peft_type != "LORA" or extras:
+        what = f"LoRA with {', '.join(extras)}" if extras else str(config.peft_type.value)
+        raise UserError(f"{name} is of a kind that is not supported ({what}): plain LoRA can be trained")
     # its dropout, if any, does nothing in a model in eval mode
     _inject(model, config, name)
     try:
