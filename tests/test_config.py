@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vcpo.config import load_config, parse_config, set_dotted
+from vcpo.config import ModelSection, load_config, parse_config, set_dotted
 from vcpo.errors import UserError
 from vcpo.methods.weights import Truncate
 
@@ -69,6 +69,13 @@ def test_overrides_reach_into_sections_and_shorthands(tmp_path: Path) -> None:
     assert config.model.dtype == "bfloat16"
     assert config.training.learning_rate == 2e-4
     assert config.task.params == {"digits": 5}
+    # another model is another path: how it is loaded stays
+    assert load_config(recipe, ["model.dtype=bfloat16", "model=other"]).model == config.model.model_copy(
+        update={"path": "other"}
+    )
+    made = {**BASE, "model": {"init": {"hidden_size": 16}, "dtype": "bfloat16"}}
+    set_dotted(made, "model", "other")
+    assert parse_config(made).model == ModelSection(path="other", dtype="bfloat16")
     # another method starts from its own parts, not from overrides of the one that it replaces
     assert load_config(recipe, ["method=tis"]).method.spec.weight == Truncate(8.0)
     assert load_config(recipe, ["method.step_size=constant"]).method.spec.baseline == "opob"

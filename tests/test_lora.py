@@ -13,7 +13,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, Glm4MoeConfig
 
 from run_cases import InterruptAfter, tiny_config
 from vcpo.config import ModelSection, RunConfig, load_config
@@ -207,9 +207,60 @@ def test_adapters_are_saved_as_peft_saves_them(base: Path, tmp_path: Path) -> No
     assert all(torch.equal(other[name], tensor) for name, tensor in one.items())
 
 
+def test_an_adapter_that_peft_has_saved_is_trained_on_from_wherever_its_base_is(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PEFT marks what it saves as not to be trained, and names a base by the path that it was given."""
+    shutil.copytree(base, tmp_path / "base")
+    monkeypatch.chdir(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained("base")
+    get_peft_model(model, LoraConfig(r=2, target_modules=["v_proj"])).save_pretrained("theirs")
+    assert json.loads(Path("theirs/adapter_config.json").read_text())["base_model_name_or_path"] == "base"
+    run = train(config_of(tmp_path / "run", Path("theirs"), model="dtype: float32"))
+    assert load_file(run / "adapter" / "adapter_model.safetensors")[
+        "base_model.model.model.layers.0.self_attn.v_proj.lora_B.weight"
+    ].any()
+    monkeypatch.chdir(tmp_path.parent)
+    assert has_adapter(load_model(ModelSection(path=str(run / "adapter"), device="cpu"), 0)[0])
+
+
+def test_a_sampler_does_not_put_the_adapters_on_another_model(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A relative path that means something else where the run is resumed."""
+    init = tiny_config(tmp_path).model.init
+    assert init is not None
+    for place, seed in (("here", 0), ("there", 5)):
+        for part in make_small_model(init, seed):
+            part.save_pretrained(tmp_path / place / "base")
+    monkeypatch.chdir(tmp_path / "here")
+    train(config_of(tmp_path / "run", Path("base"), "runtime.name=local"))
+    monkeypatch.chdir(tmp_path / "there")
+    longer = config_of(tmp_path / "run", Path("base"), "runtime.name=local", "training.max_steps=9")
+    with pytest.raises(UserError, match="a sampler process finds at 'base' has other weights than the learner's"):
+        train(longer, mode="resume")
+
+
+def test_merging_keeps_buffers_that_are_saved(base: Path, tmp_path: Path) -> None:
+    """The routers of some mixtures of experts have a bias that is no parameter."""
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "first_k_dense_replace": 1}
+    config = Glm4MoeConfig(vocab_size=len(tokenizer), **sizes, **experts, num_key_value_heads=2, head_dim=8)
+    model = AutoModelForCausalLM.from_config(config)
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    model.get_buffer(bias).copy_(torch.arange(4.0))
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "base")
+    save_merged(adapted(tmp_path / "base", target_modules=["q_proj"]), tmp_path / "merged")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged").get_buffer(bias).tolist() == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"target_modules": "("}, "model.lora.target_modules = '(': "),
+        ({"target_modules": ["q_proj", "nosuch"]}, "no layer is called 'nosuch'"),
         ({"target_modules": ["nothing"]}, r"model.lora.target_modules = ['nothing']: Target modules"),
         ({"target_modules": ["q_proj", "lm_head"]}, "includes the model's output layer"),
         ({"target_modules": ["q_proj", "embed_tokens"]}, "includes the model's embedding"),
@@ -242,9 +293,17 @@ def test_adapters_that_cannot_be_used_are_refused(base: Path, tmp_path: Path) ->
     assert "of a kind that is not supported (IA3)" in with_config(peft_type="IA3")
     assert "does not fit its base model" in with_config(r=2)
     assert "does not fit its base model" in with_config(target_modules=["q_proj"])
+    assert "is one to another adapter" in with_config(base_model_name_or_path=str(directory))
+    assert "(LoRA with layer_replication)" in with_config(layer_replication=[[0, 1]])
+    file.write_text(json.dumps({**good, "r": 0}))
+    with pytest.raises(UserError, match=r"cannot be read: adapter_config\.json"):
+        ModelSizes.find(ModelSection(path=str(directory)))
     file.write_text("{")
     assert "cannot be read" in error_of({"path": str(directory)})
     file.write_text(json.dumps(good))
+    (directory / "config.json").write_text("{}")
+    assert "holds a model and an adapter" in error_of({"path": str(directory)})
+    (directory / "config.json").unlink()
     (directory / "adapter_model.safetensors").write_bytes(b"damaged")
     assert "adapter_model.safetensors cannot be read" in error_of({"path": str(directory)})
 

@@ -543,8 +543,9 @@ def set_dotted(data: dict[str, Any], key: str, value: Any) -> None:
         node = child
     keeps_name = not parents and last in ("task", "method", "runtime", "model")
     if keeps_name and isinstance(value, str) and isinstance(node.get(last), dict):
-        # `method=tis` over a section: another name starts from that name's defaults
-        value = {"path": value} if last == "model" else {"name": value}
+        # `method=tis` over a section: another name starts from that name's defaults; `model=DIR` is another path only
+        kept = {key: given for key, given in node[last].items() if last == "model" and key != "init"}
+        value = {**kept, "path" if last == "model" else "name": value}
         if last == "runtime" and node[last].get("max_staleness") is not None:
             value["max_staleness"] = node[last]["max_staleness"]
     node[last] = value

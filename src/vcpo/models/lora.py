@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,21 @@ if TYPE_CHECKING:
 ADAPTER_CONFIG = "adapter_config.json"
 _WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # in PEFT's files, before the names that the model itself has
-_UNSUPPORTED = ("use_dora", "bias", "lora_bias", "modules_to_save", "trainable_token_indices", "target_parameters")
+# what adapters may be configured with: everything else changes what they compute, or what belongs to them
+_PLAIN = {
+    *(
+        "peft_type",
+        "task_type",
+        "auto_mapping",
+        "peft_version",
+        "base_model_name_or_path",
+        "revision",
+        "inference_mode",
+    ),
+    *("r", "lora_alpha", "lora_dropout", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out", "runtime_config"),
+    *("ensure_weight_tying", "loftq_config"),
+}
 _NAME = "default"  # of the adapter, in PEFT's modules
 _MARKS = (f".lora_A.{_NAME}.", f".lora_B.{_NAME}.")
 
@@ -58,8 +73,7 @@ def add_adapter(model: PreTrainedModel, section: LoraSection, seed: int) -> None
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         _inject(model, config, f"model.lora.target_modules = {section.target_modules!r}")
-    base = str(model.name_or_path)
-    config.base_model_name_or_path = str(Path(base).resolve()) if Path(base).is_dir() else base
+    config.base_model_name_or_path = _absolute(str(model.name_or_path))
 
 
 def load_adapter(model: PreTrainedModel, directory: Path) -> None:
@@ -68,17 +82,22 @@ def load_adapter(model: PreTrainedModel, directory: Path) -> None:
     Raises UserError for adapters of another kind than plain LoRA, or of another model.
     """
     check_installed()
-    from peft import PeftConfig
+    from peft import LoraConfig, PeftConfig
 
     name = f"the adapter {str(directory)!r}"
     try:
         config: Any = PeftConfig.from_pretrained(str(directory))
     except Exception as error:
         raise UserError(f"{name} cannot be read: {' '.join(str(error).split())[:300]}") from error
-    extras = [key for key in _UNSUPPORTED if getattr(config, key, None) not in (None, False, "none", [], {})]
-    if config.peft_type != "LORA" or extras:
-        what = f"LoRA with {', '.join(extras)}" if extras else str(config.peft_type.value)
-        raise UserError(f"{name} is of a kind that is not supported ({what}): plain LoRA can be trained")
+    kind = "" if config.peft_type == "LORA" else str(config.peft_type.value)
+    plain = LoraConfig()
+    for key, value in vars(config).items():
+        if not kind and key not in _PLAIN and value not in (getattr(plain, key, None), None, False, "none", [], {}):
+            kind = f"LoRA with {key}"
+    if kind:
+        raise UserError(f"{name} is of a kind that is not supported ({kind}): plain LoRA can be trained")
+    config.inference_mode = False  # which PEFT saves as true, and which would freeze the adapters
+    config.base_model_name_or_path = _absolute(str(config.base_model_name_or_path))
     # its dropout, if any, does nothing in a model in eval mode
     _inject(model, config, name)
     try:
@@ -105,20 +124,26 @@ def save_adapter(model: PreTrainedModel, directory: Path) -> None:
 
 
 def base_of(path: str) -> str | None:
-    """The base model of a directory that holds an adapter and no model, as the adapter names it; else ``None``.
+    """The base model of a directory that holds an adapter, as the adapter names it; ``None`` for any other path.
 
-    Raises UserError when the adapter does not say.
+    Raises UserError when the adapter does not say, names another adapter, or lies beside a model.
     """
     directory = Path(path).expanduser()
     file = directory / ADAPTER_CONFIG
-    if not file.is_file() or (directory / "config.json").is_file():
+    if not file.is_file():
         return None
+    if (directory / "config.json").is_file():
+        raise UserError(f"model.path {path!r} holds a model and an adapter: give each a directory of its own")
     try:
         base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
     except (OSError, ValueError, AttributeError) as error:
         raise UserError(f"the adapter {path!r} cannot be read: {ADAPTER_CONFIG}: {error}") from None
     if not isinstance(base, str) or not base:
         raise UserError(f"the adapter {path!r} does not name its base model (base_model_name_or_path)")
+    if (Path(base).expanduser() / ADAPTER_CONFIG).is_file():
+        raise UserError(
+            f"the adapter {path!r} is one to another adapter, {base!r}: merge that into its base model first"
+        )
     return base
 
 
@@ -127,7 +152,12 @@ def options_of(directory: str) -> LoraSection:
     from vcpo.config import LoraSection
 
     saved: dict[str, Any] = json.loads((Path(directory).expanduser() / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-    return LoraSection.model_validate({key: saved[key] for key in LoraSection.model_fields if key in saved})
+    given = {key: saved[key] for key in LoraSection.model_fields if saved.get(key) is not None}
+    try:
+        return LoraSection.model_validate(given)
+    except ValueError as error:
+        detail = " ".join(str(error).split())[:300]
+        raise UserError(f"the adapter {directory!r} cannot be read: {ADAPTER_CONFIG}: {detail}") from error
 
 
 def has_adapter(model: nn.Module) -> bool:
@@ -183,7 +213,8 @@ def save_merged(model: PreTrainedModel, directory: Path) -> None:
     make: Any = AutoModelForCausalLM.from_config
     with torch.device("meta"):
         plain: PreTrainedModel = make(model.config)
-    plain.load_state_dict(dict(MergedParameters(model)), strict=False, assign=True)
+    buffers = {_plain(name): tensor for name, tensor in model.state_dict().items() if not _is_adapter(name)}
+    plain.load_state_dict({**buffers, **MergedParameters(model)}, strict=False, assign=True)
     plain.tie_weights()
     lacking = [name for name, tensor in plain.state_dict().items() if tensor.is_meta]
     if lacking:
@@ -206,11 +237,22 @@ def _inject(model: PreTrainedModel, config: Any, what: str) -> None:
 
     try:
         inject_adapter_in_model(config, model, _NAME)
-    except ValueError as error:
+    except (ValueError, re.error) as error:
         raise UserError(f"{what}: {' '.join(str(error).split())[:300]}") from error
     for end, of in (("embedding", model.get_input_embeddings()), ("output layer", model.get_output_embeddings())):
         if of is not None and any("lora_" in name for name, _ in of.named_parameters()):
             raise UserError(f"{what} includes the model's {end}, which cannot have an adapter here")
+    adapted = [name for name, module in model.named_modules() if hasattr(module, "lora_A")]
+    listed = config.target_modules if isinstance(config.target_modules, (list, set)) else ()
+    for target in sorted(listed):
+        if not any(name == target or name.endswith(f".{target}") for name in adapted):
+            raise UserError(f"{what}: no layer is called {target!r}")
+
+
+def _absolute(base: str) -> str:
+    """A directory's path from anywhere; a hub id as it is."""
+    directory = Path(base).expanduser()
+    return str(directory.resolve()) if directory.is_dir() else base
 
 
 def _saved_name(name: str) -> str:

@@ -25,7 +25,7 @@ from vcpo.config import RunConfig
 from vcpo.models.lora import published_parameters
 from vcpo.pipeline.evaluate import Evaluator
 from vcpo.pipeline.sampler_process import Ready
-from vcpo.pipeline.shared_weights import PublishedWeights
+from vcpo.pipeline.shared_weights import PublishedWeights, base_checksum
 from vcpo.pipeline.supervision import Sampler
 from vcpo.records import Trajectory
 
@@ -49,11 +49,12 @@ class BackgroundEvaluation:
         assert config.runtime.name == "local"
         self._config = config
         self._runtime = config.runtime
-        self._parameters = published_parameters(model, merged=config.sampling.engine.name == "vllm")
+        merged = config.sampling.engine.name == "vllm"
+        self._parameters = published_parameters(model, merged)
         self._evaluator = evaluator
         self._directory = run_dir / DIRECTORY
         self._note = note
-        self._weights = PublishedWeights(self._parameters)
+        self._weights = PublishedWeights(self._parameters, None if merged else base_checksum(model))
         self._published = 0  # versions of the published weights count evaluations, not steps
         self._sampler: Sampler | None = None
         self._lock = threading.Lock()

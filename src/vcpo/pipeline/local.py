@@ -30,7 +30,7 @@ from vcpo.pipeline.pacing import GroupPool, make_policy
 from vcpo.pipeline.prefix_forgetting import PrefixForgetting
 from vcpo.pipeline.rollouts import GroupStarter, StartedGroup, Stopped
 from vcpo.pipeline.sampler_process import Ready, Served
-from vcpo.pipeline.shared_weights import PublishedWeights
+from vcpo.pipeline.shared_weights import PublishedWeights, base_checksum
 from vcpo.pipeline.staleness_control import StalenessControl
 from vcpo.pipeline.supervision import Sampler, SamplerDied
 from vcpo.records import Group, SamplingParams, Trajectory
@@ -72,7 +72,9 @@ class LocalRollouts:
         policy = make_policy(runtime.pacing, per_step, self._forgetting_scores)
         self._pool = GroupPool(policy, per_step, config.training.max_steps)
         self._scorer: PrefixForgetting | None = None
-        self._published = published_parameters(model, merged=config.sampling.engine.name == "vllm")
+        merged = config.sampling.engine.name == "vllm"
+        self._published = published_parameters(model, merged)
+        self._base = None if merged else base_checksum(model)
         self._restarts = 0
         self._deaths_in_a_row = 0  # without a finished response between them
         self._again: list[StartedGroup] = []  # to be sampled once more when the next weights are published
@@ -90,7 +92,7 @@ class LocalRollouts:
         self._failure: BaseException | None = None
         self._waiting = False
         self._closing = threading.Event()
-        self._weights = PublishedWeights(self._published)
+        self._weights = PublishedWeights(self._published, self._base)
         self._served = [-1] * self._runtime.samplers
         # a sampler would end by itself, but not before its present step
         atexit.register(self._kill)

@@ -234,8 +234,8 @@ def _notes(config: RunConfig, sizes: ModelSizes | None) -> Iterator[str]:
     longest = longest_trajectory(config)
     if sizes and sizes.positions and longest > sizes.positions:
         yield (
-            f"The model takes {sizes.positions:,} positions, fewer than the {longest:,} tokens that the limits on prompt"
-            " and response allow: a prompt that leaves too little room for max_completion_length would end the run."
+            f"The model takes {sizes.positions:,} positions, fewer than the {longest:,} tokens that the limits on"
+            " prompt and response allow: a prompt that leaves too little room for max_completion_length would end the run."
         )
     runtime = config.runtime
     if runtime.name == "local":

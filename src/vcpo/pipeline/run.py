@@ -19,7 +19,7 @@ from vcpo.config import RunConfig
 from vcpo.errors import StoppedByWatchdog, UserError
 from vcpo.learner.learner import Learner
 from vcpo.models.loading import end_token_ids, load_model, saved_model
-from vcpo.models.lora import base_parameters, has_adapter, save_adapter, save_merged, trained_parameters
+from vcpo.models.lora import has_adapter, save_adapter, save_merged, trained_parameters
 from vcpo.observe.logger import Kind, Logger
 from vcpo.observe.metrics import FILE_NAME as METRICS_FILE
 from vcpo.observe.metrics import MetricsLog, read_metrics
@@ -52,7 +52,7 @@ from vcpo.pipeline.local import LocalRollouts
 from vcpo.pipeline.lockstep import LockstepRollouts
 from vcpo.pipeline.rollouts import DataProgress, GroupStarter, Rollouts, Stopped
 from vcpo.pipeline.run_directory import Mode, RunDirectory
-from vcpo.pipeline.shared_weights import weights_checksum
+from vcpo.pipeline.shared_weights import base_checksum
 from vcpo.pipeline.snapshots import SnapshotRing, assign
 from vcpo.pipeline.warm_start import warm_start
 from vcpo.records import SamplingParams
@@ -184,8 +184,8 @@ class _Run:
 
     @cached_property
     def base_checksum(self) -> int | None:
-        """Of the weights under the adapters, which no checkpoint holds; ``None`` without adapters."""
-        return weights_checksum(base_parameters(self.model)) if has_adapter(self.model) else None
+        """``base_checksum`` of the run's model."""
+        return base_checksum(self.model)
 
     @property
     def failure(self) -> BaseException | None:

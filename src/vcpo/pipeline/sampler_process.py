@@ -42,12 +42,17 @@ _LAST_WORDS = 0.2  # seconds in which the main thread may find out for itself th
 
 @dataclass(frozen=True)
 class Start:
-    """What a sampler process has to know. timeline_until: the version up to which it records what it does."""
+    """What a sampler process has to know.
+
+    base_checksum: of the learner's model under its adapters, where only these are published.
+    timeline_until: the version up to which it records what it does.
+    """
 
     index: int
     plain_config: dict[str, object]
     params: SamplingParams
     layout: WeightsLayout
+    base_checksum: int | None
     timeline_until: int
 
 
@@ -98,7 +103,9 @@ def main(socket_number: int, weights_number: int, beats_number: int) -> None:
     if start.timeline_until:
         timeline = Timeline.open(Path(config.output_dir), f"sampler-{start.index}", start.timeline_until)
     try:
-        _decode_until_closed(config, start.params, weights, pipe, beats, timeline)
+        with timeline.span("loading"):
+            engine = _open_engine(config, start.params, start.base_checksum)
+        _decode_until_closed(engine, config, weights, pipe, beats, timeline)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         timeline.close()
         os._exit(0)  # the learner is gone: taking the interpreter down in order would keep this process for seconds
@@ -129,8 +136,8 @@ def _end_with_the_learner(socket_number: int) -> None:
     os._exit(0)
 
 
-def _open_engine(config: RunConfig, params: SamplingParams) -> Engine:
-    """An engine with weights of no version."""
+def _open_engine(config: RunConfig, params: SamplingParams, base_checksum: int | None) -> Engine:
+    """An engine with weights of no version. Raises UserError when its adapters would be on another model."""
     if config.sampling.engine.name == "vllm":
         from vcpo.pipeline.vllm_sampler import open_vllm_engine
 
@@ -138,11 +145,17 @@ def _open_engine(config: RunConfig, params: SamplingParams) -> Engine:
     import torch
 
     from vcpo.models.loading import load_model
+    from vcpo.models.lora import base_parameters
     from vcpo.sampler.engines import make_engine
 
     assert config.runtime.name == "local"
     torch.set_num_threads(config.runtime.sampler_threads)
     model, tokenizer = load_model(config.model, config.seed)
+    if base_checksum is not None and weights_checksum(base_parameters(model)) != base_checksum:
+        raise UserError(
+            f"the base model that a sampler process finds at {config.model.path!r} has other weights than the"
+            " learner's: resume a run from the directory in which it was started, with its model as it was"
+        )
     return make_engine(
         environment_task(config.task.name, config.task.params),
         model.requires_grad_(False),
@@ -155,8 +168,8 @@ def _open_engine(config: RunConfig, params: SamplingParams) -> Engine:
 
 
 def _decode_until_closed(
+    engine: Engine,
     config: RunConfig,
-    params: SamplingParams,
     weights: SharedWeights,
     pipe: Connection,
     beats: c_int64,
@@ -164,8 +177,6 @@ def _decode_until_closed(
 ) -> None:
     runtime = config.runtime
     assert runtime.name == "local"
-    with timeline.span("loading"):
-        engine = _open_engine(config, params)
 
     def load(tensors: Mapping[str, Tensor], version: int) -> None:
         engine.load_weights(tensors, version, runtime.recompute_kv_cache)

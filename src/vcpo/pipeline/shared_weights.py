@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vcpo.errors import UserError
+from vcpo.models.lora import base_parameters, has_adapter
 from vcpo.pipeline.shared_memory import OwnedMemory, SharedMemory
 
 _ALIGNMENT = 64  # bytes
@@ -100,8 +101,8 @@ class SharedWeights:
 class PublishedWeights(SharedWeights):
     """The writer's side. descriptor: to be passed to the sampler processes, which need ``layout`` as well."""
 
-    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
-        """parameters: with the names, shapes and types of what will be published.
+    def __init__(self, parameters: Mapping[str, Tensor], base: int | None = None) -> None:
+        """parameters: with the names, shapes and types of what will be published. base: ``base_checksum``, if needed.
 
         Raises UserError when the machine has too little shared memory for two copies of them.
         """
@@ -115,6 +116,7 @@ class PublishedWeights(SharedWeights):
             ) from error
         super().__init__(memory, layout)
         self.descriptor = memory.descriptor
+        self.base_checksum = base
         self._version.value = -1
 
     def publish(self, parameters: Mapping[str, Tensor], version: int) -> None:
@@ -140,6 +142,11 @@ def weights_checksum(parameters: Mapping[str, Tensor]) -> int:
     the speed of memory, and copies that go wrong are old, torn or missing, not shuffled.
     """
     return _combined([_sum_of_bits(parameters[name].detach()) for name in sorted(parameters)])
+
+
+def base_checksum(model: nn.Module) -> int | None:
+    """Of the weights under adapters, which are neither published nor in checkpoints; ``None`` without adapters."""
+    return weights_checksum(base_parameters(model)) if has_adapter(model) else None
 
 
 def _combined(sums: list[Tensor]) -> int:

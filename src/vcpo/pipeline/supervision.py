@@ -62,7 +62,7 @@ class Sampler:
             self.process = _start(index, config, passed)
         self.pipe = Connection(ours.detach())
         self._outbox: queue.SimpleQueue[Start | list[GenerationRequest] | None] = queue.SimpleQueue()
-        self._outbox.put(Start(index, config.to_plain(), params, weights.layout, timeline_until))
+        self._outbox.put(Start(index, config.to_plain(), params, weights.layout, weights.base_checksum, timeline_until))
         threading.Thread(target=self._write, name=f"vcpo-outbox-{index}", daemon=True).start()
 
     @property

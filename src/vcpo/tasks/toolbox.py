@@ -147,7 +147,7 @@ def _function(spec: str) -> Tool:
 
 
 def _tool_methods(kind: Any) -> list[Tool]:
-    members = [] if kind is None else inspect.getmembers(kind, inspect.isfunction)
+    members = [] if kind is None else inspect.getmembers(kind, lambda m: inspect.isfunction(m) or inspect.ismethod(m))
     return [method for name, method in members if not name.startswith("_") and name not in _NO_TOOLS]
 
 
