@@ -235,7 +235,7 @@ def _notes(config: RunConfig, sizes: ModelSizes | None) -> Iterator[str]:
     if sizes and sizes.positions and longest > sizes.positions:
         yield (
             f"The model takes {sizes.positions:,} positions, fewer than the {longest:,} tokens that the limits on"
-            " prompt and response allow: a prompt that leaves too little room for max_completion_length would end the run."
+            " prompt and response allow: a prompt without room for max_completion_length would end the run."
         )
     runtime = config.runtime
     if runtime.name == "local":
