@@ -303,6 +303,18 @@ def test_a_reset_that_is_no_function_of_the_row_fails_the_response(rows: str, tm
     assert "must be a function of the row alone" in str(trajectory.failure)
 
 
+def test_methods_of_the_class_are_tools_as_well(rows: str, tmp_path: Path) -> None:
+    doc = '        """Say something."""\n'
+    body = "class Mine:\n    word = 'yes'\n    def reset(self): pass\n"
+    body += "    @classmethod\n    def ask(cls) -> str:\n" + doc + "        return cls.word\n"
+    body += "    @staticmethod\n    def deny() -> str:\n" + doc + "        return 'no'\n"
+    task = make_task("dataset", {"path": rows, **written(tmp_path, body)})
+    assert isinstance(task, DatasetTask)
+    trajectory = respond(task, [call("ask", "{}") + call("deny", "{}") + END, "done" + END])
+    assert trajectory.failure is None
+    assert trajectory.text.index("yes") < trajectory.text.index("no", trajectory.text.index("yes"))
+
+
 def test_rewards_may_be_asynchronous_absent_or_none(rows: str, tmp_path: Path) -> None:
     head = "class Mine:\n    def reset(self): pass\n"
     for number, (reward, expected) in enumerate(
