@@ -150,3 +150,4 @@ def test_a_model_without_a_chat_template_is_refused_before_training(tmp_path: Pa
     config = tiny_config(tmp_path / "run", *changes(made))
     with pytest.raises(UserError, match="tools need a model with a chat template"):
         train(config, make_report=False)
+    assert not (tmp_path / "run").exists()

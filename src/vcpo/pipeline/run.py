@@ -56,7 +56,10 @@ from vcpo.pipeline.shared_weights import base_checksum
 from vcpo.pipeline.snapshots import SnapshotRing, assign
 from vcpo.pipeline.warm_start import warm_start
 from vcpo.records import SamplingParams
+from vcpo.tasks.chat_turns import ChatTurns
+from vcpo.tasks.environment import tool_schemas
 from vcpo.tasks.prompts import PromptSource
+from vcpo.tasks.protocol import Task
 
 
 def train(config: RunConfig, mode: Mode = "new", make_report: bool = True, progress: Progress | None = None) -> Path:
@@ -75,7 +78,7 @@ def train(config: RunConfig, mode: Mode = "new", make_report: bool = True, progr
     with contextlib.closing(grading), progress, StopRequest(progress.note) as stop:
         if config.eval.eval_steps:
             task.eval_problems(1)  # its UserError about missing evaluation data belongs here, too
-        run = _Run(config, grading, progress, stop, mode)
+        run = _Run(config, task, grading, progress, stop, mode)
         directory = run.directory
         with _record_of(directory):
             directory.record_start(run.learner.version if mode == "resume" else None)
@@ -114,6 +117,7 @@ class _Run:
     def __init__(
         self,
         config: RunConfig,
+        task: Task,
         grading: Grading,
         progress: Progress,
         stop: StopRequest,
@@ -156,6 +160,8 @@ class _Run:
             progress.note(f"resuming at step {self.learner.version} from {checkpoint}")
         if config.watchdog.rolls_back:
             self.learner.norm_way(self.guard.spec_after_rollback())  # its UserError belongs here, not after the alarm
+        # its UserError about a model that cannot have these tools, and about tools, belongs here, too
+        ChatTurns(self.tokenizer, tool_schemas(task), config.sampling.chat_template_kwargs)
         # a model that cannot be loaded neither leaves a directory behind nor costs the run that it was to replace
         RunDirectory.open(config, mode)
         self.is_new = checkpoint is None
