@@ -130,8 +130,13 @@ def test_a_base_model_that_has_changed_is_not_gone_on_with(base: Path, tmp_path:
     init = tiny_config(tmp_path).model.init
     assert init is not None
     make_small_model(init, 5)[0].save_pretrained(own)
-    with pytest.raises(UserError, match="a base model whose weights have changed since: put back what was at"):
+    changed = "holds adapters of a base model whose weights have changed since"
+    with pytest.raises(UserError, match=changed):
         train(config, mode="resume")
+    with pytest.raises(UserError, match=changed):
+        evaluate_model(find_subject(str(tmp_path / "run"), None), None)
+    with pytest.raises(UserError, match=changed):
+        replay(tmp_path / "run")
     shutil.rmtree(own)
     with pytest.raises(UserError, match=r"the adapter .* needs its base model: model.path .* does not exist"):
         train(config, mode="resume")

@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from vcpo.errors import UserError
+from vcpo.pipeline.shared_weights import base_checksum
 
 _MANIFEST = "manifest.json"
 
@@ -132,6 +133,16 @@ def load_state(checkpoint: Path) -> RunState:
     """The state of a checkpoint that ``latest_intact`` has verified."""
     numbers = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
     return RunState(numbers, load_file(checkpoint / "state.safetensors"))
+
+
+def check_base(checkpoint: Path, model: nn.Module) -> None:
+    """Raises UserError when a checkpoint holds adapters, and the model under them has changed since."""
+    saved = json.loads((checkpoint / "state.json").read_text(encoding="utf-8")).get("base_checksum")
+    if saved != base_checksum(model):
+        raise UserError(
+            f"{str(checkpoint)!r} holds adapters of a base model whose weights have changed since: put back the model"
+            " that the run began with"
+        )
 
 
 @contextlib.contextmanager

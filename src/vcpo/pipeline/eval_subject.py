@@ -20,12 +20,16 @@ PAPER_SAMPLING = {"temperature": 0.8, "top_p": 0.7, "num_generations": 3}
 
 @dataclass(frozen=True)
 class Subject:
-    """config: with the model's directory or hub id as ``model.path``. step: whose weights, where that is known."""
+    """config: with the model's directory or hub id as ``model.path``. step: whose weights, where that is known.
+
+    checkpoint: that the model is part of, if any.
+    """
 
     kind: Literal["run", "checkpoint", "model"]
     given: str
     step: int | None
     config: RunConfig
+    checkpoint: Path | None = None
 
     def to_plain(self) -> dict[str, Any]:
         """For the record of an evaluation."""
@@ -57,7 +61,7 @@ def find_subject(
 
 def _of_run(given: str, overrides: Sequence[str], note: Callable[[str], None]) -> Subject:
     directory, config = RunDirectory.of_finished_or_running(Path(given))
-    step, model = None, directory.final_model
+    step, model, checkpoint = None, directory.final_model, None
     if not model.is_dir():
         from vcpo.pipeline.checkpoint import latest_intact, version_of
 
@@ -66,7 +70,7 @@ def _of_run(given: str, overrides: Sequence[str], note: Callable[[str], None]) -
             raise UserError(f"the run {given!r} has neither a final model nor an intact checkpoint yet")
         step, model = version_of(checkpoint), checkpoint / "model"
         note(f"{given} has no final model yet: evaluating its checkpoint of step {step}")
-    return Subject("run", given, step, _configured(config.to_plain(), str(model), overrides))
+    return Subject("run", given, step, _configured(config.to_plain(), str(model), overrides), checkpoint)
 
 
 def _of_checkpoint(given: str, checkpoint: Path, recipe: Path | None, overrides: Sequence[str]) -> Subject:
@@ -81,7 +85,7 @@ def _of_checkpoint(given: str, checkpoint: Path, recipe: Path | None, overrides:
     else:
         data = _from_recipe(recipe)
     config = _configured(data, str(checkpoint / "model"), overrides)
-    return Subject("checkpoint", given, version_of(checkpoint), config)
+    return Subject("checkpoint", given, version_of(checkpoint), config, checkpoint)
 
 
 def _is_checkpoint(path: Path) -> bool:

@@ -18,7 +18,7 @@ from vcpo.learner.learner import Examination, Learner
 from vcpo.methods.spec import METHODS
 from vcpo.models.loading import load_model, saved_model
 from vcpo.observe.trajectories import SavedMinibatch, load_minibatch, saved_steps
-from vcpo.pipeline.checkpoint import find_damage, list_checkpoints, version_of
+from vcpo.pipeline.checkpoint import check_base, find_damage, list_checkpoints, version_of
 from vcpo.pipeline.run_directory import RunDirectory
 from vcpo.pipeline.variants import changed, read_variants
 from vcpo.records import Trajectory
@@ -86,6 +86,8 @@ def replay(
     minibatch = load_minibatch(files[step])
     section = saved_model(config.model, chosen.model)
     model, _ = load_model(section.model_copy(update={"device": device}) if device else section, config.seed)
+    if chosen.checkpoint is not None:
+        check_base(chosen.checkpoint, model)
     if config.model.gradient_checkpointing:
         model.activation_checkpointing_enable()
     results = []

@@ -7,7 +7,6 @@ import dataclasses
 import shutil
 import sqlite3
 import time
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from vcpo.observe.transcripts import TranscriptWriter
 from vcpo.pipeline.background_eval import BackgroundEvaluation, discard_unfinished
 from vcpo.pipeline.checkpoint import (
     RunState,
+    check_base,
     disk_errors_explained,
     latest_intact,
     list_checkpoints,
@@ -153,6 +153,7 @@ class _Run:
             self.learner = self._make_learner()
         else:
             self.model, self.tokenizer = self._load_model_of(checkpoint)
+            check_base(checkpoint, self.model)
             state = load_state(checkpoint)
             self.guard.load_state(state.numbers.get("guard"))
             self.learner = self._make_learner()
@@ -187,11 +188,6 @@ class _Run:
             clear_timeline(directory.path)
             last = self.learner.version + config.logging.timeline_steps
             self.timeline = Timeline.open(directory.path, "learner", last)
-
-    @cached_property
-    def base_checksum(self) -> int | None:
-        """``base_checksum`` of the run's model."""
-        return base_checksum(self.model)
 
     @property
     def failure(self) -> BaseException | None:
@@ -521,7 +517,7 @@ class _Run:
         numbers, tensors = self.learner.state()
         numbers = {"learner": numbers, **dataclasses.asdict(self.data), "rollouts": self.rollouts_state}
         numbers["guard"] = self.guard.state()
-        numbers["base_checksum"] = self.base_checksum
+        numbers["base_checksum"] = base_checksum(self.model)
         tensors = {f"learner.{name}": tensor for name, tensor in tensors.items()}
         if self.snapshots is not None:
             tensors |= {f"snapshots.{name}": tensor for name, tensor in self.snapshots.state().items()}
@@ -549,11 +545,6 @@ class _Run:
             )
 
     def _restore(self, state: RunState) -> None:
-        if state.numbers.get("base_checksum") != self.base_checksum:
-            raise UserError(
-                "the checkpoint holds adapters of a base model whose weights have changed since: put back what was at"
-                f" {self.config.model.path!r} when the run began"
-            )
         self.data = DataProgress(**{f.name: state.numbers[f.name] for f in dataclasses.fields(DataProgress)})
         self.rollouts_state = state.numbers["rollouts"]
         self.learner.load_state(state.numbers["learner"], _with_prefix(state.tensors, "learner."))

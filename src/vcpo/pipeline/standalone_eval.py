@@ -19,6 +19,7 @@ from vcpo.errors import UserError
 from vcpo.models.loading import end_token_ids, load_model
 from vcpo.observe.environment import environment
 from vcpo.observe.progress import Progress
+from vcpo.pipeline.checkpoint import check_base
 from vcpo.pipeline.eval_metrics import INTERVALS, Estimate, estimates
 from vcpo.pipeline.eval_subject import Subject
 from vcpo.pipeline.evaluate import EvalResult, Evaluator
@@ -50,6 +51,8 @@ def evaluate_model(subject: Subject, out: Path | None) -> EvalResult:
     with contextlib.closing(grading):
         task.eval_problems(1)  # its UserError about missing evaluation data
         model, tokenizer = load_model(config.model, config.seed)
+        if subject.checkpoint is not None:
+            check_base(subject.checkpoint, model)
         model.requires_grad_(False)
         ends = end_token_ids(model, tokenizer)
         evaluator = Evaluator(task, grading, tokenizer, config.eval, config.sampling, ends, config.seed)
