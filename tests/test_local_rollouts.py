@@ -184,7 +184,7 @@ def test_every_version_is_proven_by_its_checksum() -> None:
 
 def test_weights_that_were_not_swapped_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     with rollouts_of(config_with(max_restarts=0)) as (rollouts, _):
-        monkeypatch.setattr("vcpo.pipeline.shared_weights.weights_checksum", lambda parameters: 1)
+        monkeypatch.setattr("vcpo.pipeline.shared_weights._combined", lambda sums: 1)
         rollouts.publish(0)
         with pytest.raises((SamplerDied, KeyboardInterrupt)):
             rollouts.minibatch(0)

@@ -39,7 +39,7 @@ def trajectory(index: int, grade: Grade | None, length: int = 4, **changes: obje
 GROUPS = [
     Group(
         7,
-        Problem("row 3", [{"role": "user", "content": "1+1?"}], {"answer": object()}),
+        Problem("row 3", [{"role": "user", "content": "1+1? Go!"}], {"answer": object()}, " Go!"),
         9,
         [
             trajectory(0, Grade(0.1, True, {"format": 1.0, "length": -math.inf})),
@@ -90,7 +90,7 @@ def test_no_record_has_fields_that_these_tests_do_not_know() -> None:
     """A new field of a grade or a group has to be saved, too; those of trajectories are found by themselves."""
     assert [field.name for field in dataclasses.fields(Grade)] == ["reward", "correct", "parts", "failure"]
     assert [field.name for field in dataclasses.fields(Group)] == ["id", "problem", "next_position", "trajectories"]
-    assert [field.name for field in dataclasses.fields(Problem)] == ["id", "prompt", "columns"]
+    assert [field.name for field in dataclasses.fields(Problem)] == ["id", "prompt", "columns", "opening"]
 
 
 def test_an_empty_minibatch(tmp_path: Path) -> None:

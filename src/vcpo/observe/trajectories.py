@@ -135,7 +135,7 @@ def load_minibatch(path: Path) -> SavedMinibatch:
                 arrays: dict[str, Any] = {name: column[index] for name, column in columns.items()}
                 trajectories.append(_trajectory(plain, arrays))
             first += len(trajectories)
-            problem = Problem(record["problem"]["id"], record["problem"]["prompt"])
+            problem = Problem(**record["problem"])
             groups.append(Group(record["id"], problem, record["next_position"], trajectories))
         if any(len(column) != first for column in columns.values()):
             raise ValueError("arrays and records differ in number")
@@ -149,7 +149,7 @@ def _group_record(group: Group) -> dict[str, Any]:
     return {
         "id": group.id,
         "next_position": group.next_position,
-        "problem": {"id": group.problem.id, "prompt": group.problem.prompt},
+        "problem": {"id": group.problem.id, "prompt": group.problem.prompt, "opening": group.problem.opening},
         "trajectories": [_trajectory_record(trajectory) for trajectory in group.trajectories],
     }
 
