@@ -211,6 +211,11 @@ class SamplingSection(Section):
     )
     engine: Engine = TorchEngine()
 
+    @property
+    def merges_adapters(self) -> bool:
+        """Whether the engine knows no adapters, so that it is given weights with them added in."""
+        return self.engine.name == "vllm"
+
     @field_validator("engine", mode="before")
     @classmethod
     def _engine_shorthand(cls, value: Any) -> Any:

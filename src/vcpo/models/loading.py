@@ -58,9 +58,9 @@ def load_model(
         small, small_tokenizer = make_small_model(section.init, seed, attn, dtype)
         return _placed(small, device), small_tokenizer
     assert section.path is not None
-    if section.lora is not None:
-        check_installed()
     base = base_of(section.path)
+    if section.lora is not None or base is not None:
+        check_installed()
     if base is not None:
         return _load_with_adapter(section, base, seed, attn)
     source = _source(section.path)

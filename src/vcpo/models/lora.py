@@ -30,18 +30,28 @@ _WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # in PEFT's files, before the names that the model itself has
 # what adapters may be configured with: everything else changes what they compute, or what belongs to them
 _PLAIN = {
-    *(
-        "peft_type",
-        "task_type",
-        "auto_mapping",
-        "peft_version",
-        "base_model_name_or_path",
-        "revision",
-        "inference_mode",
-    ),
-    *("r", "lora_alpha", "lora_dropout", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights"),
-    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out", "runtime_config"),
-    *("ensure_weight_tying", "loftq_config"),
+    "alpha_pattern",
+    "auto_mapping",
+    "base_model_name_or_path",
+    "ensure_weight_tying",
+    "exclude_modules",
+    "fan_in_fan_out",
+    "inference_mode",
+    "init_lora_weights",
+    "layers_pattern",
+    "layers_to_transform",
+    "loftq_config",
+    "lora_alpha",
+    "lora_dropout",
+    "peft_type",
+    "peft_version",
+    "r",
+    "rank_pattern",
+    "revision",
+    "runtime_config",
+    "target_modules",
+    "task_type",
+    "use_rslora",
 }
 _NAME = "default"  # of the adapter, in PEFT's modules
 _MARKS = (f".lora_A.{_NAME}.", f".lora_B.{_NAME}.")
@@ -81,7 +91,6 @@ def load_adapter(model: PreTrainedModel, directory: Path) -> None:
 
     Raises UserError for adapters of another kind than plain LoRA, or of another model.
     """
-    check_installed()
     from peft import LoraConfig, PeftConfig
 
     name = f"the adapter {str(directory)!r}"
@@ -201,11 +210,6 @@ class MergedParameters(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._base)
-
-
-def published_parameters(model: nn.Module, merged: bool) -> Mapping[str, Tensor]:
-    """What samplers are given of the model. merged: they know no adapters."""
-    return MergedParameters(model) if merged and has_adapter(model) else trained_parameters(model)
 
 
 def save_merged(model: PreTrainedModel, directory: Path) -> None:

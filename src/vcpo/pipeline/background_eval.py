@@ -22,10 +22,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from vcpo.config import RunConfig
-from vcpo.models.lora import published_parameters
 from vcpo.pipeline.evaluate import Evaluator
 from vcpo.pipeline.sampler_process import Ready
-from vcpo.pipeline.shared_weights import PublishedWeights, base_checksum
+from vcpo.pipeline.shared_weights import PublishedWeights, published_of
 from vcpo.pipeline.supervision import Sampler
 from vcpo.records import Trajectory
 
@@ -49,12 +48,11 @@ class BackgroundEvaluation:
         assert config.runtime.name == "local"
         self._config = config
         self._runtime = config.runtime
-        merged = config.sampling.engine.name == "vllm"
-        self._parameters = published_parameters(model, merged)
+        self._parameters, base = published_of(model, config.sampling.merges_adapters)
         self._evaluator = evaluator
         self._directory = run_dir / DIRECTORY
         self._note = note
-        self._weights = PublishedWeights(self._parameters, None if merged else base_checksum(model))
+        self._weights = PublishedWeights(self._parameters, base)
         self._published = 0  # versions of the published weights count evaluations, not steps
         self._sampler: Sampler | None = None
         self._lock = threading.Lock()

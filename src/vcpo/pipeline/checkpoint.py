@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from vcpo.errors import UserError
-from vcpo.pipeline.shared_weights import base_checksum
 
 _MANIFEST = "manifest.json"
 
@@ -135,10 +134,13 @@ def load_state(checkpoint: Path) -> RunState:
     return RunState(numbers, load_file(checkpoint / "state.safetensors"))
 
 
-def check_base(checkpoint: Path, model: nn.Module) -> None:
-    """Raises UserError when a checkpoint holds adapters, and the model under them has changed since."""
+def check_base(checkpoint: Path, checksum: int | None) -> None:
+    """Raises UserError when the adapters in a checkpoint belong on another model.
+
+    checksum: ``base_checksum`` of the model that they are on now.
+    """
     saved = json.loads((checkpoint / "state.json").read_text(encoding="utf-8")).get("base_checksum")
-    if saved != base_checksum(model):
+    if saved != checksum:
         raise UserError(
             f"{str(checkpoint)!r} holds adapters of a base model whose weights have changed since: put back the model"
             " that the run began with"

@@ -22,7 +22,6 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from vcpo.config import RunConfig
-from vcpo.models.lora import published_parameters
 from vcpo.observe.timeline import Timeline
 from vcpo.pipeline.assignment import TRIES, Assignment
 from vcpo.pipeline.grading import Grading
@@ -30,7 +29,7 @@ from vcpo.pipeline.pacing import GroupPool, make_policy
 from vcpo.pipeline.prefix_forgetting import PrefixForgetting
 from vcpo.pipeline.rollouts import GroupStarter, StartedGroup, Stopped
 from vcpo.pipeline.sampler_process import Ready, Served
-from vcpo.pipeline.shared_weights import PublishedWeights, base_checksum
+from vcpo.pipeline.shared_weights import PublishedWeights, published_of
 from vcpo.pipeline.staleness_control import StalenessControl
 from vcpo.pipeline.supervision import Sampler, SamplerDied
 from vcpo.records import Group, SamplingParams, Trajectory
@@ -72,9 +71,7 @@ class LocalRollouts:
         policy = make_policy(runtime.pacing, per_step, self._forgetting_scores)
         self._pool = GroupPool(policy, per_step, config.training.max_steps)
         self._scorer: PrefixForgetting | None = None
-        merged = config.sampling.engine.name == "vllm"
-        self._published = published_parameters(model, merged)
-        self._base = None if merged else base_checksum(model)
+        self._published, self._base = published_of(model, config.sampling.merges_adapters)
         self._restarts = 0
         self._deaths_in_a_row = 0  # without a finished response between them
         self._again: list[StartedGroup] = []  # to be sampled once more when the next weights are published

@@ -126,8 +126,7 @@ def host_memory(config: RunConfig, sizes: ModelSizes) -> tuple[tuple[str, int, s
         ("disk: final model", a * sizes.parameters, "a P"),
     ]
     if runtime.name == "local":
-        # an engine that knows no adapters is given all weights
-        merged = config.sampling.engine.name == "vllm"
+        merged = config.sampling.merges_adapters
         published, letter = (sizes.parameters, "P") if merged else (sizes.trained, _trained(sizes))
         size = 2 * a * published
         lines.insert(0, ("shared memory", size, f"2 a {letter}: buffers from learner to samplers"))

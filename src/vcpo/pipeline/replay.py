@@ -20,6 +20,7 @@ from vcpo.models.loading import load_model, saved_model
 from vcpo.observe.trajectories import SavedMinibatch, load_minibatch, saved_steps
 from vcpo.pipeline.checkpoint import check_base, find_damage, list_checkpoints, version_of
 from vcpo.pipeline.run_directory import RunDirectory
+from vcpo.pipeline.shared_weights import base_checksum
 from vcpo.pipeline.variants import changed, read_variants
 from vcpo.records import Trajectory
 from vcpo.report.replay import MethodReplay, Replay, TrajectoryPart, finite
@@ -87,7 +88,7 @@ def replay(
     section = saved_model(config.model, chosen.model)
     model, _ = load_model(section.model_copy(update={"device": device}) if device else section, config.seed)
     if chosen.checkpoint is not None:
-        check_base(chosen.checkpoint, model)
+        check_base(chosen.checkpoint, base_checksum(model))
     if config.model.gradient_checkpointing:
         model.activation_checkpointing_enable()
     results = []

@@ -56,8 +56,6 @@ from vcpo.pipeline.shared_weights import base_checksum
 from vcpo.pipeline.snapshots import SnapshotRing, assign
 from vcpo.pipeline.warm_start import warm_start
 from vcpo.records import SamplingParams
-from vcpo.tasks.chat_turns import ChatTurns
-from vcpo.tasks.environment import tool_schemas
 from vcpo.tasks.prompts import PromptSource
 from vcpo.tasks.protocol import Task
 
@@ -153,7 +151,7 @@ class _Run:
             self.learner = self._make_learner()
         else:
             self.model, self.tokenizer = self._load_model_of(checkpoint)
-            check_base(checkpoint, self.model)
+            check_base(checkpoint, base_checksum(self.model))
             state = load_state(checkpoint)
             self.guard.load_state(state.numbers.get("guard"))
             self.learner = self._make_learner()
@@ -161,8 +159,9 @@ class _Run:
             progress.note(f"resuming at step {self.learner.version} from {checkpoint}")
         if config.watchdog.rolls_back:
             self.learner.norm_way(self.guard.spec_after_rollback())  # its UserError belongs here, not after the alarm
-        # its UserError about a model that cannot have these tools, and about tools, belongs here, too
-        ChatTurns(self.tokenizer, tool_schemas(task), config.sampling.chat_template_kwargs)
+        self.base_checksum = base_checksum(self.model)  # the base stays as it is
+        # its UserError about tools, and a model that cannot have them, belongs here, too
+        self.prompts = self._make_prompts(task)
         # a model that cannot be loaded neither leaves a directory behind nor costs the run that it was to replace
         RunDirectory.open(config, mode)
         self.is_new = checkpoint is None
@@ -220,18 +219,7 @@ class _Run:
             stop_strings=tuple(sampling.stop_strings),
             template_kwargs=sampling.chat_template_kwargs,
         )
-        prompts = PromptSource(
-            task,
-            self.tokenizer,
-            config.seed,
-            sampling.max_prompt_length,
-            sampling.long_prompts,
-            self.data.position,
-            sampling.chat_template_kwargs,
-        )
-        prompts.skipped = int(self.data.counts["prompts_skipped"])
-        prompts.truncated = int(self.data.counts["prompts_truncated"])
-        starter = GroupStarter(prompts, self.data, ledger.fates)
+        starter = GroupStarter(self.prompts, self.data, ledger.fates)
         if self.is_new and evaluator:
             self._evaluate(evaluator)
         self.stop.abort = lambda: self.failure is not None  # from here on there is something to save
@@ -324,6 +312,21 @@ class _Run:
         if config.model.gradient_checkpointing:
             self.model.activation_checkpointing_enable()
         return Learner(self.model, self.guard.spec, config.training, config.sampling.temperature)
+
+    def _make_prompts(self, task: Task) -> PromptSource:
+        sampling = self.config.sampling
+        prompts = PromptSource(
+            task,
+            self.tokenizer,
+            self.config.seed,
+            sampling.max_prompt_length,
+            sampling.long_prompts,
+            self.data.position,
+            sampling.chat_template_kwargs,
+        )
+        prompts.skipped = int(self.data.counts["prompts_skipped"])
+        prompts.truncated = int(self.data.counts["prompts_truncated"])
+        return prompts
 
     def _make_rollouts(self, params: SamplingParams, starter: GroupStarter) -> Rollouts:
         if self.snapshots is not None:
@@ -517,7 +520,7 @@ class _Run:
         numbers, tensors = self.learner.state()
         numbers = {"learner": numbers, **dataclasses.asdict(self.data), "rollouts": self.rollouts_state}
         numbers["guard"] = self.guard.state()
-        numbers["base_checksum"] = base_checksum(self.model)
+        numbers["base_checksum"] = self.base_checksum
         tensors = {f"learner.{name}": tensor for name, tensor in tensors.items()}
         if self.snapshots is not None:
             tensors |= {f"snapshots.{name}": tensor for name, tensor in self.snapshots.state().items()}

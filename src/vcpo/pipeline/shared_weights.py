@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from vcpo.errors import UserError
-from vcpo.models.lora import base_parameters, has_adapter
+from vcpo.models.lora import MergedParameters, base_parameters, has_adapter, trained_parameters
 from vcpo.pipeline.shared_memory import OwnedMemory, SharedMemory
 
 _ALIGNMENT = 64  # bytes
@@ -142,6 +142,16 @@ def weights_checksum(parameters: Mapping[str, Tensor]) -> int:
     the speed of memory, and copies that go wrong are old, torn or missing, not shuffled.
     """
     return _combined([_sum_of_bits(parameters[name].detach()) for name in sorted(parameters)])
+
+
+def published_of(model: nn.Module, merged: bool) -> tuple[Mapping[str, Tensor], int | None]:
+    """What samplers are given of a model, and the checksum of what they must have of it already, if anything.
+
+    merged: they know no adapters.
+    """
+    if merged and has_adapter(model):
+        return MergedParameters(model), None
+    return trained_parameters(model), base_checksum(model)
 
 
 def base_checksum(model: nn.Module) -> int | None:

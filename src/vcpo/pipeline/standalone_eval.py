@@ -25,6 +25,7 @@ from vcpo.pipeline.eval_subject import Subject
 from vcpo.pipeline.evaluate import EvalResult, Evaluator
 from vcpo.pipeline.grading_pool import make_task_and_grading
 from vcpo.pipeline.rollouts import response_seed
+from vcpo.pipeline.shared_weights import base_checksum
 from vcpo.records import Group
 
 RESULT_FILE = "eval.json"
@@ -52,7 +53,7 @@ def evaluate_model(subject: Subject, out: Path | None) -> EvalResult:
         task.eval_problems(1)  # its UserError about missing evaluation data
         model, tokenizer = load_model(config.model, config.seed)
         if subject.checkpoint is not None:
-            check_base(subject.checkpoint, model)
+            check_base(subject.checkpoint, base_checksum(model))
         model.requires_grad_(False)
         ends = end_token_ids(model, tokenizer)
         evaluator = Evaluator(task, grading, tokenizer, config.eval, config.sampling, ends, config.seed)
